@@ -1,0 +1,49 @@
+"""Direct registration of ops with torch.
+
+`torch.library.custom_op` wraps every call in Python that handles cases which do not arise here, at a measurable cost per call; an op
+defined and bound on a `Library` goes straight from the dispatcher to its implementation.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+# Module-level state by design: an op lives as long as the library that defined it.
+LIBRARY: Final = torch.library.Library("modelworker", "FRAGMENT")
+
+# The plain PyTorch implementations run wherever torch does.
+PLATFORM_KEYS: Final = ("CPU", "CUDA")
+
+
+def register_op(
+    implementation: Callable[..., Any],
+    *,
+    mutates_args: Sequence[str] = (),
+    fake: Callable[..., Any] | None = None,
+    name: str | None = None,
+    dispatch_keys: Sequence[str] = PLATFORM_KEYS,
+    tags: Sequence[torch.Tag] = (),
+    library: torch.library.Library = LIBRARY,
+) -> None:
+    """Registers a function as an op of the library's namespace.
+
+    Args:
+        implementation: annotated function; its signature is the op's schema.
+        mutates_args: exactly the arguments that it writes to. The compiler reorders or drops what it is not told.
+        fake: allocates outputs like the implementation's, without computing; needed when the op returns something.
+        name: the op's name; default: the function's.
+        dispatch_keys: the platforms that the implementation runs on.
+        tags: torch's tags of the op.
+        library: where the op is defined; another one lets a plug-in own a namespace.
+    """
+    op_name = name or implementation.__name__
+    schema = torch.library.infer_schema(implementation, mutates_args=tuple(mutates_args))
+    library.define(op_name + schema, tags=tuple(tags))
+    for dispatch_key in dispatch_keys:
+        library.impl(op_name, implementation, dispatch_key=dispatch_key)
+    torch.library.register_fake(f"{library.ns}::{op_name}", fake or _returns_nothing, lib=library)
+
+
+def _returns_nothing(*_args: Any, **_kwargs: Any) -> None:
+    """The fake of an op that only mutates its arguments."""

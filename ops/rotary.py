@@ -1,0 +1,35 @@
+"""Rotary position embedding (Su et al., 2021), in place, computed in fp32 and rounded once."""
+
+import torch
+from torch import Tensor
+
+from modelworker.ops.library import register_op
+
+
+def rotary_embedding(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
+    """Rotates the first `rotary_dim` elements of every head by its token's position.
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin). Pairs are (i, i + rotary_dim / 2) in the half-rotated form of Hugging
+    Face checkpoints, and (2i, 2i + 1) in the interleaved form.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], bf16 or fp32; rotated in place.
+        key: [num_tokens, num_kv_heads, head_dim], like `query`; rotated in place.
+        positions: [num_tokens], int32 or int64.
+        cos_sin: [num_positions, rotary_dim], fp32: the cosines of each position, then its sines.
+        interleaved: which elements form a pair.
+    """
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    rotary_dim = cos_sin.shape[1]
+    for heads in (query, key):
+        rotated = heads[..., :rotary_dim]
+        if interleaved:
+            first, second = rotated[..., 0::2].float(), rotated[..., 1::2].float()
+            pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        else:
+            first, second = rotated.float().chunk(2, dim=-1)
+            pairs = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        rotated.copy_(pairs)
+
+
+register_op(rotary_embedding, mutates_args=("query", "key"))

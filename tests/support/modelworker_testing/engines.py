@@ -1,0 +1,48 @@
+"""Engines in the test's own process."""
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelworker.worker.batch import StepResult
+from modelworker.worker.client_step import build_step
+from modelworker.worker.counters import Counters
+from modelworker.worker.engine import Engine
+from modelworker.worker.progress import LogProgress
+from modelworker.worker.settings import DeviceSettings, KvCacheSettings, ModelSettings, StepSettings, WorkerSettings
+from modelworker.worker.startup import build_engine
+from modelworker.worker.wire import parse_step
+
+
+def tiny_settings(model: Path, **kv_cache: Any) -> WorkerSettings:
+    """The sizes of the tiny model of the tests: block size 4, 32 blocks."""
+    return WorkerSettings(
+        model=ModelSettings(model=str(model)),
+        kv_cache=KvCacheSettings(**{"block_size": 4, "num_blocks": 32, **kv_cache}),
+        step=StepSettings(max_sequences=8, max_tokens_per_step=64),
+        device=DeviceSettings(device="cpu", threads=1),
+    )
+
+
+@contextlib.contextmanager
+def engine_of(model: Path, **kv_cache: Any) -> Iterator[Engine]:
+    """Builds an engine, and leaves torch and the garbage collector as they were."""
+    num_threads = torch.get_num_threads()
+    try:
+        yield build_engine(tiny_settings(model, **kv_cache), LogProgress(), Counters())
+    finally:
+        torch.set_num_threads(num_threads)
+        gc.unfreeze()
+
+
+def execute(engine: Engine, *, tables: list[list[int]], **fields: Any) -> StepResult:
+    """Runs one step as the server would: built as a request, checked, executed."""
+    request = build_step(
+        block_counts=[len(table) for table in tables], block_ids=[block for table in tables for block in table], **fields
+    )
+    return engine.step(parse_step(request, engine.description, arrival_ns=time.monotonic_ns(), deadline_ns=None))

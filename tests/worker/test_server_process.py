@@ -1,0 +1,181 @@
+"""Signals, ports, exit codes and logs of a worker as a process of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from modelworker.proto import model_worker_pb2 as pb
+from modelworker.proto import model_worker_pb2_grpc
+from modelworker_testing.serving import NOT_SERVING, SERVING, step_request
+from modelworker_testing.sum_worker import DEVICE_FAULT_TOKEN
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+class Worker:
+    """A `sum_worker` process, with a channel to it."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.port_file = directory / "port"
+        self.log_path = directory / "log"
+        environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(SUPPORT)}
+        command = [sys.executable, "-m", "modelworker_testing.sum_worker", "--port-file", str(self.port_file), "--log-format", "json"]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--port", "0", *flags], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self._wait(self.port_file.exists)
+        self.port = int(self.port_file.read_text())
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
+        self.stub = model_worker_pb2_grpc.ModelWorkerStub(self.channel)
+
+    def _wait(self, condition) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.01)
+
+    def health(self, name: str = "readiness") -> int:
+        request = health_pb2.HealthCheckRequest(service=name)
+        return health_pb2_grpc.HealthStub(self.channel).Check(request, timeout=5, wait_for_ready=True).status
+
+    def wait_ready(self) -> None:
+        self._wait(lambda: self.health() == SERVING)
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def events(self) -> list[str]:
+        return [json.loads(line)["event"] for line in self.log().splitlines()]
+
+    def end(self) -> tuple[int, float]:
+        """Waits for the end; returns the exit code and the seconds it took."""
+        started = time.monotonic()
+        return self.process.wait(20), time.monotonic() - started
+
+
+@contextlib.contextmanager
+def worker(directory: Path, *flags: str) -> Iterator[Worker]:
+    running = Worker(directory, *flags)
+    try:
+        yield running
+    finally:
+        running.channel.close()
+        if running.process.poll() is None:
+            running.process.kill()
+        running.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_accepted_steps_finish_refuses_new_ones_and_ends_with_zero(tmp_path: Path, number: signal.Signals):
+    with worker(tmp_path, "--step-seconds", "0.5") as running, ThreadPoolExecutor() as pool:
+        running.wait_ready()
+        accepted = [pool.submit(running.stub.ExecuteStep, step_request([token])) for token in range(3)]
+        time.sleep(0.25)
+        running.process.send_signal(number)
+        time.sleep(0.1)
+        assert running.health() == NOT_SERVING
+        assert running.health("liveness") == SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            running.stub.ExecuteStep(step_request())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert [step.result(10).sampled_ids[0] for step in accepted] == [0, 1, 2]
+        code, seconds = running.end()
+        assert code == 0
+        assert seconds < 3
+        assert "drained" in running.events()
+
+
+def test_a_second_signal_ends_the_worker_at_once_with_another_code(tmp_path: Path):
+    with worker(tmp_path, "--step-seconds", "8") as running, ThreadPoolExecutor() as pool:
+        running.wait_ready()
+        step = pool.submit(running.stub.ExecuteStep, step_request())
+        time.sleep(0.3)
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert running.process.poll() is None
+        running.process.send_signal(signal.SIGTERM)
+        code, seconds = running.end()
+        assert code == 128 + signal.SIGTERM
+        assert seconds < 1
+        assert step.exception(10).code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_signal_while_the_engine_is_being_built_ends_the_worker_promptly(tmp_path: Path):
+    with worker(tmp_path, "--build-seconds", "15") as running:
+        assert (running.health("liveness"), running.health("readiness")) == (SERVING, NOT_SERVING)
+        with pytest.raises(grpc.RpcError) as caught:
+            running.stub.GetWorkerInfo(pb.GetWorkerInfoRequest())
+        assert caught.value.details() == "starting: loading weights 43 %"
+        running.process.send_signal(signal.SIGTERM)
+        code, seconds = running.end()
+        assert code == 0
+        assert seconds < 3
+        assert "ready" not in running.events()
+
+
+def test_a_build_that_fails_is_one_clear_line_and_code_one_and_never_ready(tmp_path: Path):
+    with worker(tmp_path, "--build-error", "DIR: model.safetensors is truncated", "--build-seconds", "0.5") as running:
+        seen = []
+
+        def watch() -> None:
+            with contextlib.suppress(grpc.RpcError):
+                request = health_pb2.HealthCheckRequest(service="readiness")
+                seen.extend(answer.status for answer in health_pb2_grpc.HealthStub(running.channel).Watch(request))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        code, _ = running.end()
+        watcher.join(10)
+        assert code == 1
+        assert set(seen) == {NOT_SERVING}
+        (line,) = (line for line in running.log().splitlines() if not line.startswith("{"))
+        assert line == "modelworker: error: DIR: model.safetensors is truncated"
+
+
+def test_a_dead_device_ends_the_process_within_five_seconds_with_its_own_code(tmp_path: Path):
+    with worker(tmp_path) as running:
+        running.wait_ready()
+        with pytest.raises(grpc.RpcError) as caught:
+            running.stub.ExecuteStep(step_request([DEVICE_FAULT_TOKEN]))
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        code, seconds = running.end()
+        assert code == 3
+        assert seconds < 5
+
+
+def test_a_second_worker_on_one_port_ends_with_one_line_that_names_it(tmp_path: Path):
+    with worker(tmp_path) as first:
+        environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(SUPPORT)}
+        second = subprocess.run(
+            [sys.executable, "-m", "modelworker_testing.sum_worker", "--port", str(first.port)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert second.returncode == 1
+        assert second.stderr == f"modelworker: error: can't listen on host 127.0.0.1 port {first.port}: Address already in use\n"
+        assert first.process.poll() is None
+
+
+def test_the_chosen_port_is_printed_and_all_log_lines_are_json(tmp_path: Path):
+    with worker(tmp_path) as running:
+        running.wait_ready()
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end()[0] == 0
+        assert running.process.stdout.read() == f"modelworker: listening on 127.0.0.1:{running.port}\n"
+        assert running.events()[0] == "listening"

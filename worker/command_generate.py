@@ -1,0 +1,247 @@
+"""`modelworker generate`: text from a running worker, driven by the reference scheduler."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from modelworker.worker.client import Client, WorkerCallError
+from modelworker.worker.client_session import FencedSession
+from modelworker.worker.errors import SettingsError, SetupError
+from modelworker.worker.flags import CommandParser, checked_type
+from modelworker.worker.scheduler import Scheduler
+from modelworker.worker.scheduler_types import (
+    Event,
+    FinishReason,
+    KvCacheRecomputed,
+    Request,
+    RequestError,
+    RequestFinished,
+    Sampling,
+    StepExecuted,
+    TokenLogprobs,
+    TokenSampled,
+    WorkerAnswerError,
+    WorkerChangedError,
+)
+from modelworker.worker.settings import positive_float, positive_int
+from modelworker.worker.tokenization import TextStream, TextTokenizer
+
+_EXIT_OK = 0
+_EXIT_FAILED = 1
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
+    """Adds the command's parser."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="generate text with a running worker",
+        description="Generates text with a running worker. Several prompts are batched; their texts are printed in order.",
+    )
+    add = parser.add_argument
+    add("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="the worker")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a text to continue or answer; repeatable; - reads stdin")
+    add("--prompt-ids", action="append", default=[], metavar="IDS", help="a prompt as token ids, e.g. 1,2,3; repeatable")
+    add("--tokenizer", default="", metavar="DIR", help="tokenizer.json or the model directory that has it; --prompt needs it")
+    add(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="put each --prompt into the model's chat template; default: if it has one",
+    )
+    add("--system", default="", metavar="TEXT", help="system message of the chat")
+    add("--max-tokens", type=checked_type(positive_int), default=128, metavar="N", help="largest number of tokens to generate")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: always the most probable token")
+    add("--top-k", type=int, default=0, metavar="K", help="sample among the K most probable tokens; 0: all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample among the most probable tokens that sum up to P")
+    add("--min-p", type=float, default=0.0, metavar="P", help="sample among tokens of at least P times the highest probability")
+    add("--seed", type=int, default=None, metavar="SEED", help="makes sampling repeatable")
+    add("--logprobs", type=int, default=-1, metavar="N", help="with --json: logprobs of each token and of the N most probable")
+    add("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence tokens")
+    add("--json", action="store_true", help="print one JSON object at the end instead of texts")
+    add("--timeout", type=checked_type(positive_float), default=60.0, metavar="SECONDS", help="patience with the worker")
+    parser.set_defaults(run=run)
+
+
+@dataclass(eq=False, slots=True)
+class _Generation:
+    """One prompt and what became of it."""
+
+    prompt: str | None
+    request: Request
+    stream: TextStream | None
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    ended_at: float = 0.0
+    finished: RequestFinished | None = None
+
+    def take(self, event: TokenSampled | RequestFinished) -> None:
+        """Takes a token or the end."""
+        if isinstance(event, TokenSampled):
+            self.first_token_at = self.first_token_at or time.perf_counter()
+            self.logprobs.append(event.logprobs)
+            self.pieces.append(self._piece(event.token_id))
+        else:
+            self.finished = event
+            self.ended_at = time.perf_counter()
+            self.pieces.append(self.stream.finish() if self.stream else "")
+
+    def _piece(self, token_id: int) -> str:
+        return self.stream.push(token_id) if self.stream else f"{token_id} "
+
+    def result(self) -> dict[str, Any]:
+        """Returns the entry of `--json`."""
+        assert self.finished is not None
+        seconds = self.ended_at - self.started
+        first = None if self.first_token_at is None else round((self.first_token_at - self.started) * 1e3, 3)
+        result: dict[str, Any] = {
+            "prompt": self.prompt,
+            "prompt_ids": list(self.request.prompt_ids),
+            "output_ids": list(self.finished.output_ids),
+            "text": "".join(self.pieces) if self.stream else None,
+            "finish_reason": self.finished.reason.value,
+            "error": self.finished.error or None,
+            "timings": {
+                "first_token_ms": first,
+                "total_ms": round(seconds * 1e3, 3),
+                "tokens_per_second": round(len(self.finished.output_ids) / max(seconds, 1e-9), 3),
+            },
+        }
+        if self.request.sampling.num_logprobs >= 0:
+            result["logprobs"] = [None if each is None else asdict(each) for each in self.logprobs]
+        return result
+
+
+class _TextPrinter:
+    """Prints texts as they grow, in the order of the prompts: one streams, those after it wait for their turn."""
+
+    def __init__(self, generations: list[_Generation], out: TextIO) -> None:
+        self._generations = generations
+        self._out = out
+        self._current = 0
+        self._num_printed = 0
+
+    def update(self) -> None:
+        """Prints what is new."""
+        while self._current < len(self._generations):
+            generation = self._generations[self._current]
+            if self._num_printed == 0 and generation.pieces and len(self._generations) > 1:
+                label = generation.prompt if generation.prompt is not None else "token ids"
+                self._out.write(f"{'' if self._current == 0 else chr(10)}[{self._current + 1}] {_one_line(label)}\n")
+            self._out.write("".join(generation.pieces[self._num_printed :]))
+            self._num_printed = len(generation.pieces)
+            self._out.flush()
+            if generation.finished is None:
+                return
+            self._out.write("\n")
+            self._current += 1
+            self._num_printed = 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generates and prints. Returns 0 if every prompt was served."""
+    tokenizer = TextTokenizer.load(Path(arguments.tokenizer)) if arguments.tokenizer else None
+    generations = _generations(arguments, tokenizer)
+    printer = None if arguments.json else _TextPrinter(generations, sys.stdout)
+    try:
+        with Client(arguments.address) as client:
+            steps = _generate(client, generations, arguments.timeout, printer.update if printer else None)
+    except (WorkerCallError, RequestError, WorkerAnswerError, WorkerChangedError) as error:
+        raise SetupError(f"worker at {arguments.address}: {error}") from error
+    if arguments.json:
+        print(json.dumps(_report(generations, steps), ensure_ascii=False, indent=2))
+    failed = [each.finished for each in generations if each.finished and each.finished.reason is FinishReason.ERROR]
+    for finished in failed:
+        print(f"modelworker: error: prompt {finished.request_id + 1}: {finished.error}", file=sys.stderr)
+    return _EXIT_FAILED if failed else _EXIT_OK
+
+
+def _generations(arguments: argparse.Namespace, tokenizer: TextTokenizer | None) -> list[_Generation]:
+    prompts: list[tuple[str | None, tuple[int, ...]]] = []
+    for text in arguments.prompt:
+        if tokenizer is None:
+            raise SettingsError("--prompt needs --tokenizer: a tokenizer.json, or the model directory that has it")
+        prompt = sys.stdin.read() if text == "-" else text
+        prompts.append((prompt, _encode(tokenizer, prompt, arguments)))
+    prompts += [(None, _parse_ids(text)) for text in arguments.prompt_ids]
+    if not prompts:
+        raise SettingsError("no prompt: give --prompt TEXT or --prompt-ids IDS")
+    sampling = Sampling(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        num_logprobs=arguments.logprobs,
+    )
+    stop_token_ids = frozenset[int]() if arguments.ignore_eos else None
+    generations = []
+    for prompt_text, prompt_ids in prompts:
+        request = Request(prompt_ids=prompt_ids, max_tokens=arguments.max_tokens, sampling=sampling, stop_token_ids=stop_token_ids)
+        generations.append(_Generation(prompt_text, request, tokenizer.stream(prompt_ids) if tokenizer else None))
+    return generations
+
+
+def _encode(tokenizer: TextTokenizer, prompt: str, arguments: argparse.Namespace) -> tuple[int, ...]:
+    if not (tokenizer.has_chat_template if arguments.chat is None else arguments.chat):
+        return tokenizer.encode(prompt)
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    return tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
+
+
+def _parse_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.replace(",", " ").split())
+    except ValueError:
+        raise SettingsError(f"--prompt-ids: {text!r} is not a list of token ids: expected something like 1,2,3") from None
+
+
+def _generate(
+    client: Client, generations: list[_Generation], patience: float, on_progress: Callable[[], None] | None
+) -> list[StepExecuted]:
+    """Drives the worker until all prompts are served; gives its lease back in any case. Returns the steps."""
+    client.wait_ready(patience)
+    session = FencedSession(client, patience=patience)
+    steps: list[StepExecuted] = []
+    try:
+        scheduler = Scheduler(session)
+        by_id = {scheduler.add(generation.request): generation for generation in generations}
+
+        def take(event: Event) -> None:
+            if isinstance(event, StepExecuted):
+                steps.append(event)
+            elif isinstance(event, TokenSampled | RequestFinished):
+                by_id[event.request_id].take(event)
+            elif isinstance(event, KvCacheRecomputed) and steps:
+                print("modelworker: warning: the worker lost its KV cache: starting over from the tokens", file=sys.stderr)
+            if on_progress is not None:
+                on_progress()
+
+        scheduler.run_until_idle(take)
+    finally:
+        with suppress(WorkerCallError):
+            session.release()
+    return steps
+
+
+def _report(generations: list[_Generation], steps: list[StepExecuted]) -> dict[str, Any]:
+    seconds = max(each.ended_at for each in generations) - min(each.started for each in generations)
+    num_tokens = sum(len(each.finished.output_ids) for each in generations if each.finished)
+    return {
+        "results": [generation.result() for generation in generations],
+        "num_steps": len(steps),
+        "total_ms": round(seconds * 1e3, 3),
+        "tokens_per_second": round(num_tokens / max(seconds, 1e-9), 3),
+    }
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 100 else line[:99] + "…"

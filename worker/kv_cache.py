@@ -1,0 +1,107 @@
+"""The paged KV cache: how large it may be, and its memory.
+
+Per layer there are two tensors [num_blocks, num_kv_heads, block_size, head_dim], head-major within a block, so that a KV head's tokens
+lie together. Block 0 is the null block: it belongs to nobody and fills the tails of block tables.
+"""
+
+import hashlib
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelworker.worker.description import KvCacheDescription
+from modelworker.worker.errors import SettingsError
+from modelworker.worker.settings import KvCacheSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvCacheGeometry:
+    """What the size of a block follows from. `num_kv_heads` are those of this rank."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+    @property
+    def layout_fingerprint(self) -> str:
+        """Equal exactly when blocks may be exchanged between two caches."""
+        text = f"heads-first/{self.num_layers}/{self.num_kv_heads}/{self.block_size}/{self.head_dim}/{self.dtype}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def choose_num_blocks(settings: KvCacheSettings, geometry: KvCacheGeometry, *, max_model_len: int, free_bytes: int) -> int:
+    """Returns the number of blocks, the null block included.
+
+    Args:
+        settings: the first that is given of num_blocks, memory and fraction decides.
+        geometry: of the cache.
+        max_model_len: a sequence of this length must fit.
+        free_bytes: memory that is free on the device once the model is loaded.
+
+    Raises:
+        SettingsError: the cache would be larger than the free memory, or hold less than one sequence.
+    """
+    if settings.num_blocks is not None:
+        num_blocks, source = settings.num_blocks, f"--num-blocks {settings.num_blocks}"
+    elif settings.kv_cache_memory is not None:
+        num_blocks, source = settings.kv_cache_memory // geometry.bytes_per_block, f"--kv-cache-memory {settings.kv_cache_memory}"
+    else:
+        num_blocks = int(free_bytes * settings.kv_cache_fraction) // geometry.bytes_per_block
+        source = f"--kv-cache-fraction {settings.kv_cache_fraction:g} of {free_bytes} free bytes"
+    needed = -(-max_model_len // geometry.block_size) + 1
+    if num_blocks < needed:
+        raise SettingsError(
+            f"{source} gives {num_blocks} KV cache blocks, but one sequence of max_model_len {max_model_len} needs {needed} "
+            f"(block_size {geometry.block_size}, the null block included): lower --max-model-len, or allow at least "
+            f"--kv-cache-memory {needed * geometry.bytes_per_block}"
+        )
+    if num_blocks * geometry.bytes_per_block > free_bytes:
+        raise SettingsError(
+            f"{source} needs {num_blocks * geometry.bytes_per_block} bytes for the KV cache, but only {free_bytes} are free"
+        )
+    return num_blocks
+
+
+class KvCache:
+    """The memory of the cache, zeroed. On the CPU it is one anonymous mapping: pages cost nothing until they are written."""
+
+    def __init__(self, geometry: KvCacheGeometry, num_blocks: int, device: torch.device) -> None:
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self._mapping: mmap.mmap | None = None
+        shape = (geometry.num_layers, 2, num_blocks, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
+        if device.type == "cpu":
+            self._mapping = mmap.mmap(-1, num_blocks * geometry.bytes_per_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = torch.frombuffer(self._mapping, dtype=geometry.dtype).view(shape)
+        else:
+            self._memory = torch.zeros(shape, dtype=geometry.dtype, device=device)
+        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple((layer[0], layer[1]) for layer in self._memory)
+
+    def zero(self) -> None:
+        """Fills the whole cache with zeros, at the same addresses."""
+        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            # Private anonymous pages come back as zeros, and until then cost neither memory nor time.
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+        else:
+            self._memory.zero_()
+
+    def describe(self) -> KvCacheDescription:
+        """Returns what WorkerInfo says of the cache."""
+        return KvCacheDescription(
+            dtype=str(self.geometry.dtype).removeprefix("torch."),
+            layout_fingerprint=self.geometry.layout_fingerprint,
+            block_size=self.geometry.block_size,
+            num_blocks=self.num_blocks,
+            bytes_per_block=self.geometry.bytes_per_block,
+        )

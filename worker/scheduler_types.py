@@ -1,0 +1,141 @@
+"""What goes into the scheduler and what comes out: requests, settings, events."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+BlockOrder = Literal["ascending", "reversed", "interleaved"]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+class RequestError(ValueError):
+    """A request can't be served by this worker."""
+
+
+class WorkerChangedError(Exception):
+    """The worker came back with another model: what was generated so far can't be continued."""
+
+
+class WorkerAnswerError(Exception):
+    """The worker's answer contradicts the protocol."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the tokens of one request are chosen; ranges and meaning as in the .proto."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    num_logprobs: int = -1
+
+    def check(self) -> None:
+        """Raises RequestError, naming the parameter, where one is out of range: the worker would refuse the whole step."""
+        checks = {
+            "temperature": (self.temperature == 0.0 or 1e-5 <= self.temperature < float("inf"), "0 or at least 1e-5"),
+            "top_k": (0 <= self.top_k < 2**31, "at least 0"),
+            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            "min_p": (0.0 <= self.min_p < 1.0, "in [0, 1)"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**64, "an unsigned 64-bit integer"),
+            "num_logprobs": (-1 <= self.num_logprobs <= 20, "-1 .. 20"),
+        }
+        for name, (is_right, expected) in checks.items():
+            if not is_right:
+                raise RequestError(f"{name}: found {getattr(self, name)}, expected {expected}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a user wants: tokens that follow `prompt_ids`.
+
+    Attributes:
+        prompt_ids: the prompt, not empty.
+        max_tokens: how many tokens to generate at most; the model's maximum length ends a request too.
+        sampling: how they are chosen.
+        stop_token_ids: tokens that end the request (and are not part of its text); None: the model's end-of-sequence tokens.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_token_ids: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerSettings:
+    """Limits below the worker's own (None: the worker's), and the order in which blocks are handed out."""
+
+    prefill_chunk: int | None = None
+    max_sequences: int | None = None
+    max_tokens_per_step: int | None = None
+    max_blocks: int | None = None
+    block_order: BlockOrder = "ascending"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of one sampled token: its own, its rank, and the most probable tokens with theirs."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSampled:
+    """A request has got a token; `index` counts its output from 0."""
+
+    request_id: int
+    index: int
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestFinished:
+    """A request is over. `error` says why where the reason is ERROR."""
+
+    request_id: int
+    reason: FinishReason
+    output_ids: tuple[int, ...]
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestPreempted:
+    """A request had to give its blocks back; it continues later, recomputed from its tokens."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvCacheRecomputed:
+    """The worker lost its KV cache (restart, reset, fault): everything that was running starts over from its tokens."""
+
+    worker_epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepExecuted:
+    """A step was executed: what it was, how it ran, and how long it took from here (`round_trip_ms`) and there (`worker_ms`)."""
+
+    step_id: int
+    num_tokens: int
+    num_sequences: int
+    num_decodes: int
+    mode: str
+    padded_tokens: int
+    round_trip_ms: float
+    worker_ms: float
+
+
+Event = TokenSampled | RequestFinished | RequestPreempted | KvCacheRecomputed | StepExecuted

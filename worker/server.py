@@ -1,0 +1,258 @@
+"""The server: listens before anything is loaded, becomes ready, drains, and ends with an exit code that says why.
+
+listen, liveness SERVING -> build the engine -> readiness SERVING -> SIGTERM: readiness NOT_SERVING, accepted steps finish -> 0
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2_grpc
+from modelworker.proto import model_worker_pb2_grpc
+from modelworker.worker.counters import Counters
+from modelworker.worker.errors import SetupError
+from modelworker.worker.executor import Executor, StepEngine
+from modelworker.worker.health import HealthService
+from modelworker.worker.interceptor import StatusInterceptor
+from modelworker.worker.progress import Progress
+from modelworker.worker.reflection import add_reflection
+from modelworker.worker.servicer import ModelWorkerServicer
+from modelworker.worker.settings import WorkerSettings
+from modelworker.worker.stage import StageTracker
+
+BuildEngine = Callable[[WorkerSettings, Progress, Counters], StepEngine]
+
+_HEALTH_POLL_SECONDS = 0.2
+# After a drain or a fault: time for answers that are ready and for watchers of health to be told.
+_LAST_ANSWERS_SECONDS = 2.0
+_FAULT_LINGER_SECONDS = 1.0
+
+
+class ExitCode(IntEnum):
+    """How the process ended."""
+
+    OK = 0
+    SETUP_FAILED = 1
+    WRONG_USAGE = 2
+    ENGINE_FAULT = 3
+    DRAIN_OVERRUN = 4
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Returns the options of the gRPC server.
+
+    Without so_reuseport = 0 a second worker shares the port silently. The key of the ping interval is the one that the core reads
+    (a spelling with "recv" in it is ignored); without it and the strikes, a client whose keepalive pings arrive while a long step
+    runs is cut off with "too many pings". Message limits hold for one direction each.
+    """
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+class WorkerServer:
+    """One worker process's server: the gRPC side, health, and the life of the executor. Used on one event loop."""
+
+    def __init__(
+        self, settings: WorkerSettings, build: BuildEngine, progress: Progress, *, on_listening: Callable[[int], None]
+    ) -> None:
+        self._settings = settings
+        self._build = build
+        self._stage = StageTracker(progress)
+        self.counters = Counters()
+        self.executor = Executor(settings=settings.fencing, stall_seconds=settings.server.stall_seconds, telemetry=self.counters)
+        self.health = HealthService()
+        self.port = 0
+        self.ready = asyncio.Event()
+        self._on_listening = on_listening
+        self._stop_requested = asyncio.Event()
+        self._server: grpc.aio.Server | None = None
+        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("modelworker.server")
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the worker was asked to stop."""
+        return self._stop_requested.is_set()
+
+    def request_stop(self) -> None:
+        """Starts the end: no new steps from now on; `run` returns when the accepted ones are answered."""
+        self._stop_requested.set()
+        if self.executor.is_alive:
+            self.executor.begin_drain()
+        self._update_health()
+
+    async def run(self) -> ExitCode:
+        """Serves until it is asked to stop or the engine fails.
+
+        Returns:
+            OK, ENGINE_FAULT or DRAIN_OVERRUN.
+
+        Raises:
+            SetupError: the port can't be opened, or the engine can't be built.
+        """
+        server = await self._listen()
+        watching = asyncio.create_task(self._watch_engine())
+        try:
+            if self._settings.server.port_file:
+                write_port_file(Path(self._settings.server.port_file), self.port)
+            self._on_listening(self.port)
+            if self.stopping:
+                return ExitCode.OK
+            self.executor.start(lambda: self._build(self._settings, self._stage, self.counters))
+            self._update_health()
+            if not await self._become_ready():
+                return ExitCode.OK
+            return await self._serve()
+        finally:
+            watching.cancel()
+            self.health.update(live=False, ready=False)
+            self.health.close()
+            await server.stop(_LAST_ANSWERS_SECONDS)
+            self.executor.stop()
+
+    async def _listen(self) -> grpc.aio.Server:
+        """Opens the port with all services on it; everything but health answers UNAVAILABLE until the engine is built."""
+        settings = self._settings.server
+        server = grpc.aio.server(interceptors=[StatusInterceptor(self.counters)], options=server_options(settings.max_message_size))
+        servicer = ModelWorkerServicer(executor=self.executor, stage=self._stage, counters=self.counters)
+        model_worker_pb2_grpc.add_ModelWorkerServicer_to_server(servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        if settings.reflection:
+            add_reflection(server)
+        self.port = _bind(server, settings.host, settings.port)
+        await server.start()
+        self._log.info("listening", host=settings.host, port=self.port)
+        return server
+
+    async def _become_ready(self) -> bool:
+        """Waits for the engine. Returns False when the worker was asked to stop before."""
+        built = asyncio.ensure_future(self.executor.wait_ready())
+        stopped = asyncio.ensure_future(self._stop_requested.wait())
+        await asyncio.wait((built, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not built.done():
+            built.cancel()
+            self._log.info("stopped while starting", stage=str(self._stage))
+            return False
+        stopped.cancel()
+        await built
+        if self._stop_requested.is_set():
+            return False
+        self._update_health()
+        self.ready.set()
+        self._log.info("ready", port=self.port)
+        return True
+
+    async def _serve(self) -> ExitCode:
+        stopped = asyncio.ensure_future(self._stop_requested.wait())
+        fault = self.executor.fatal
+        await asyncio.wait((stopped, fault), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if fault.done():
+            return await self._end_by_fault()
+        limit_seconds = self._settings.server.drain_seconds
+        self._log.info("draining", limit_seconds=limit_seconds)
+        drained = asyncio.ensure_future(self.executor.drained())
+        await asyncio.wait((drained, fault), timeout=limit_seconds, return_when=asyncio.FIRST_COMPLETED)
+        if fault.done():
+            return await self._end_by_fault()
+        if not drained.done():
+            self._log.error("drain limit passed with steps unfinished", limit_seconds=limit_seconds)
+            return ExitCode.DRAIN_OVERRUN
+        self._log.info("drained")
+        return ExitCode.OK
+
+    async def _end_by_fault(self) -> ExitCode:
+        self._update_health()
+        self._log.critical("the engine can't be used any more: the process ends")
+        # Probes shall see NOT_SERVING before the listener closes.
+        await asyncio.sleep(_FAULT_LINGER_SECONDS)
+        return ExitCode.ENGINE_FAULT
+
+    async def _watch_engine(self) -> None:
+        """Turns health over when a step stalls, moves again, or the engine dies."""
+        while True:
+            self._update_health()
+            await asyncio.sleep(_HEALTH_POLL_SECONDS)
+
+    def _update_health(self) -> None:
+        live = self.executor.is_alive and not self.executor.stalled
+        ready = live and self.executor.ready and not self._stop_requested.is_set()
+        if self.health.update(live=live, ready=ready):
+            self._log.log(logging.INFO if live else logging.ERROR, "health changed", live=live, ready=ready)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Opens the port and returns its number.
+
+    Raises:
+        SetupError: it can't be opened.
+    """
+    bare_host = host.removeprefix("[").removesuffix("]")
+    target = f"[{bare_host}]:{port}" if ":" in bare_host else f"{bare_host}:{port}"
+    # gRPC does not say why it can't bind, and writes its own lines to stderr; a plain socket does and does not.
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(bare_host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+        bound = server.add_insecure_port(target)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SetupError(f"can't listen on host {host} port {port}: {reason}") from error
+    if bound == 0:
+        raise SetupError(f"can't listen on host {host} port {port}")
+    return bound
+
+
+def write_port_file(path: Path, port: int) -> None:
+    """Writes the port's number as one line; a reader sees all of it or no file.
+
+    Raises:
+        SetupError: the file can't be written.
+    """
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{port}\n")
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        raise SetupError(f"can't write the port file {path}: {error.strerror}") from error
+
+
+async def serve(
+    settings: WorkerSettings, build: BuildEngine, progress: Progress, *, on_listening: Callable[[int], None]
+) -> ExitCode:
+    """Runs a worker until SIGTERM or SIGINT. The second signal ends the process at once with 128 + its number.
+
+    Args:
+        settings: of the worker.
+        build: makes the engine; called on the engine's thread.
+        progress: receives the progress of start-up.
+        on_listening: called with the port once the worker listens.
+    """
+    server = WorkerServer(settings, build, progress, on_listening=on_listening)
+
+    def on_signal(number: int) -> None:
+        if server.stopping:
+            os._exit(128 + number)
+        server.request_stop()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return await server.run()

@@ -1,0 +1,181 @@
+"""Settings of a worker: frozen, one object per concern, every one a flag and an environment variable of `modelworker serve`.
+
+A field's metadata says how it is shown and parsed by `flags`; nothing else reads the environment. "auto" and None are resolved in
+`startup`, which knows the machine and the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelworker.worker.errors import SettingsError
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Parses a size such as 1073741824, 512M, 512MiB or 1.5G (binary units).
+
+    Raises:
+        SettingsError: the text is not a positive size.
+    """
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in "KMGT" else ""
+    try:
+        size = int(float(number.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise SettingsError(f"{text!r} is not a size: expected something like 512M or 1.5G")
+    return size
+
+
+def positive_int(text: str) -> int:
+    """Parses an integer of at least 1.
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise SettingsError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """Parses a number above 0.
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise SettingsError(f"{text!r} is not a number above 0")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Parses a number in (0, 1].
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    value = positive_float(text)
+    if value > 1.0:
+        raise SettingsError(f"{text!r} is above 1")
+    return value
+
+
+def port_number(text: str) -> int:
+    """Parses a TCP port; 0 lets the system choose.
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    if not text.strip().isdecimal() or int(text) > 65535:
+        raise SettingsError(f"{text!r} is not a port: expected 0 .. 65535")
+    return int(text)
+
+
+def setting(default: Any, text: str, *, parse: Callable[[str], Any] = str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+    """Declares a field of a settings class: its default, what `--help` says of it, and how its flag is parsed."""
+    return field(default=default, metadata={"help": text, "parse": parse, "choices": choices, "metavar": metavar})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """Which model is served."""
+
+    model: str = setting("", "Hugging Face model directory (config.json, *.safetensors)", metavar="DIR")
+    served_model_name: str = setting("", "name in WorkerInfo; default: the directory's name", metavar="NAME")
+    dtype: str = setting(
+        "auto",
+        "type in which the model computes; auto: the checkpoint's, unless this machine computes bfloat16 slower than float32",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    max_model_len: int | None = setting(
+        None, "largest context + query length of a sequence; default: what the model was trained for", parse=positive_int, metavar="TOKENS"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvCacheSettings:
+    """How large the KV cache is: the first that is given of num_blocks, memory and fraction."""
+
+    block_size: int = setting(32, "tokens per KV cache block", parse=positive_int, metavar="TOKENS")
+    num_blocks: int | None = setting(None, "KV cache blocks, the null block included", parse=positive_int, metavar="N")
+    kv_cache_memory: int | None = setting(None, "memory of the KV cache, e.g. 2G", parse=parse_bytes, metavar="BYTES")
+    kv_cache_fraction: float = setting(
+        0.3,
+        "share of the memory that is free after loading the model, used when neither blocks nor memory are given",
+        parse=fraction,
+        metavar="SHARE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSettings:
+    """What a step may be at most."""
+
+    max_sequences: int = setting(64, "largest number of sequences in a step", parse=positive_int, metavar="N")
+    max_tokens_per_step: int = setting(1024, "largest number of new tokens in a step", parse=positive_int, metavar="N")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FencingSettings:
+    """Order, ownership and safe retries."""
+
+    max_steps_in_flight: int = setting(64, "steps queued or running; more are refused at once", parse=positive_int, metavar="N")
+    require_fencing: bool = setting(False, "refuse unsequenced steps (step_id 0)")
+    lease_idle_seconds: float = setting(
+        30.0, "seconds without a sequenced step after which another router may take over", parse=positive_float, metavar="SECONDS"
+    )
+    max_replay_memory: int = setting(64 * 2**20, "memory for answers kept for retries", parse=parse_bytes, metavar="BYTES")
+
+    @property
+    def max_replays(self) -> int:
+        """Answers kept for retries: twice what can be in flight, so that a router that lost them all can ask for them again."""
+        return max(8, 2 * self.max_steps_in_flight)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSettings:
+    """Where the model runs."""
+
+    device: str = setting("auto", "auto: the GPU if there is one", choices=("auto", "cpu", "cuda"))
+    threads: int | None = setting(
+        None, "threads that compute on the CPU; default: OMP_NUM_THREADS, else the container's CPU quota", parse=positive_int, metavar="N"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """The gRPC server and its logs."""
+
+    host: str = setting("127.0.0.1", "address to listen on; [::] or 0.0.0.0 for all", metavar="ADDRESS")
+    port: int = setting(50051, "port to listen on; 0: a free one, printed at start", parse=port_number, metavar="PORT")
+    port_file: str = setting("", "write the chosen port into this file once the server listens", metavar="FILE")
+    max_message_size: int = setting(64 * 2**20, "largest message, each direction", parse=parse_bytes, metavar="BYTES")
+    reflection: bool = setting(True, "serve gRPC reflection (grpcurl, ghz)")
+    drain_seconds: float = setting(
+        25.0, "after SIGTERM, how long accepted steps may take; keep it below the pod's grace period", parse=positive_float, metavar="SECONDS"
+    )
+    stall_seconds: float = setting(
+        60.0, "a step that runs longer than this turns liveness NOT_SERVING until it ends", parse=positive_float, metavar="SECONDS"
+    )
+    log_format: str = setting("auto", "auto: coloured on a terminal, else JSON", choices=("auto", "json", "console"))
+    log_level: str = setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSettings:
+    """Everything `modelworker serve` can be told."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    kv_cache: KvCacheSettings = field(default_factory=KvCacheSettings)
+    step: StepSettings = field(default_factory=StepSettings)
+    fencing: FencingSettings = field(default_factory=FencingSettings)
+    device: DeviceSettings = field(default_factory=DeviceSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)

@@ -1,0 +1,150 @@
+"""The edge between protocol and worker: requests become checked batches, results become answers.
+
+Everything that comes from outside is looked at here (`parse_*`), and nowhere further in; what leaves is written here (`encode_*`).
+"""
+
+import numpy as np
+from modelworker.proto import model_worker_pb2 as pb
+from modelworker.worker.batch import SampledLogprobs, StepBatch, StepResult
+from modelworker.worker.description import WorkerDescription
+from modelworker.worker.wire_capabilities import CAPABILITIES
+from modelworker.worker.wire_checks import CHECKS, StepFields
+from modelworker.worker.wire_content import MessageSchema, digest_without, refuse_unknown_fields
+from modelworker.worker.wire_info import encode_worker_info, graph_mode_name
+from modelworker.worker.wire_sampling import parse_sampling
+from modelworker.worker.wire_violations import Violations
+
+__all__ = [
+    "CAPABILITIES",
+    "encode_reset_kv_cache",
+    "encode_result",
+    "encode_worker_info",
+    "parse_reset_kv_cache",
+    "parse_step",
+]
+
+_STEP_SCHEMA = MessageSchema.of(pb.ExecuteStepRequest())
+_RESET_SCHEMA = MessageSchema.of(pb.ResetKvCacheRequest())
+
+# What may differ between two tries of one step.
+_NOT_CONTENT = frozenset(
+    pb.ExecuteStepRequest.DESCRIPTOR.fields_by_name[name].number for name in ("client_tag", "timeout_ms", "traceparent")
+)
+
+
+def parse_step(
+    request: pb.ExecuteStepRequest, description: WorkerDescription, *, arrival_ns: int, deadline_ns: int | None
+) -> StepBatch:
+    """Hot path: makes a checked batch of a request, which may contain anything.
+
+    Args:
+        request: the request.
+        description: limits, vocabulary and KV cache geometry of this worker.
+        arrival_ns: `time.monotonic_ns()` of the request's arrival.
+        deadline_ns: `time.monotonic_ns()` of the RPC's deadline, or None.
+
+    Returns:
+        A batch of which everything that wire and engine rely on is true.
+
+    Raises:
+        InvalidStepError: with the path, what was found and what was expected, for up to 16 violations.
+    """
+    violations = Violations()
+    digest = _check_content(request, violations)
+    fields = StepFields.of(request)
+    for check in CHECKS:
+        check(fields, description, violations)
+    sampling = parse_sampling(request, fields.num_sequences, description.model.vocab_size, violations)
+    violations.raise_if_any()
+    return StepBatch(
+        step_id=request.step_id,
+        worker_epoch=request.worker_epoch,
+        router_id=request.router_id,
+        client_tag=request.client_tag,
+        arrival_ns=arrival_ns,
+        deadline_ns=_deadline(arrival_ns, request.timeout_ms, deadline_ns),
+        digest=digest,
+        traceparent=request.traceparent,
+        query_lens=fields.query_lens,
+        context_lens=fields.context_lens,
+        token_ids=fields.token_ids,
+        block_counts=fields.block_counts,
+        block_ids=fields.block_ids,
+        sample=fields.sample if len(fields.sample) else np.ones(fields.num_sequences, np.bool_),
+        sampling=sampling,
+    )
+
+
+def _check_content(request: pb.ExecuteStepRequest, violations: Violations) -> bytes:
+    """Checks what needs the request's bytes, and returns the digest of a sequenced step; the bytes are then gone."""
+    content = request.SerializeToString(deterministic=True)
+    refuse_unknown_fields(content, _STEP_SCHEMA, violations)
+    return digest_without(content, _NOT_CONTENT) if request.step_id else b""
+
+
+def _deadline(arrival_ns: int, timeout_ms: int, deadline_ns: int | None) -> int | None:
+    if timeout_ms == 0:
+        return deadline_ns
+    timeout_at_ns = arrival_ns + timeout_ms * 1_000_000
+    return timeout_at_ns if deadline_ns is None else min(timeout_at_ns, deadline_ns)
+
+
+def encode_result(batch: StepBatch, result: StepResult, worker_epoch: int) -> pb.ExecuteStepResponse:
+    """Hot path: makes the answer to a step that was executed in `worker_epoch`."""
+    graph, timings = result.graph, result.timings
+    return pb.ExecuteStepResponse(
+        worker_epoch=worker_epoch,
+        step_id=batch.step_id,
+        client_tag=batch.client_tag,
+        sampled_counts=result.sampled_counts.tolist(),
+        sampled_ids=result.sampled_ids.tolist(),
+        logprobs=None if result.logprobs is None else _encode_logprobs(result.logprobs),
+        sequence_errors=[
+            pb.SequenceError(index=failure.index, code=failure.code.name, message=failure.message)
+            for failure in result.sequence_errors
+        ],
+        tainted_block_ids=result.tainted_block_ids.tolist(),
+        graph=pb.GraphExecution(
+            mode=graph_mode_name(graph.mode),
+            padded_tokens=graph.padded_tokens,
+            padded_sequences=graph.padded_sequences,
+            compiled=graph.compiled,
+            fallback_reason=graph.fallback_reason,
+        ),
+        timings_ns=pb.StepTimings(
+            queue=timings.queue_ns,
+            prepare=timings.prepare_ns,
+            forward=timings.forward_ns,
+            sample=timings.sample_ns,
+            total=timings.total_ns,
+        ),
+    )
+
+
+def _encode_logprobs(logprobs: SampledLogprobs) -> pb.Logprobs:
+    return pb.Logprobs(
+        modes=logprobs.processed.astype(np.int32).tolist(),
+        counts=logprobs.counts.tolist(),
+        token_ids=logprobs.token_ids.tolist(),
+        values=logprobs.values.tolist(),
+        ranks=logprobs.ranks.tolist(),
+    )
+
+
+def parse_reset_kv_cache(request: pb.ResetKvCacheRequest) -> int:
+    """Returns the epoch that the caller wants to end.
+
+    Raises:
+        InvalidStepError: there is none, or a field that this worker does not know.
+    """
+    violations = Violations()
+    if request.worker_epoch == 0:
+        violations.add("worker_epoch", "found 0, expected the epoch to end (WorkerInfo.worker_epoch)")
+    refuse_unknown_fields(request.SerializeToString(), _RESET_SCHEMA, violations)
+    violations.raise_if_any()
+    return request.worker_epoch
+
+
+def encode_reset_kv_cache(worker_epoch: int) -> pb.ResetKvCacheResponse:
+    """Makes the answer to ResetKvCache: the new epoch."""
+    return pb.ResetKvCacheResponse(worker_epoch=worker_epoch)

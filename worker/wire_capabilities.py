@@ -1,0 +1,27 @@
+"""What this worker implements of the protocol's optional rpcs and fields, by the names that `WorkerInfo.capabilities` carries.
+
+A field is named by its path in `ExecuteStepRequest`. A field that is neither required nor named here is refused when it is set
+(`wire_checks.check_unbuilt`), so what a worker promises and what it accepts can't drift apart.
+"""
+
+RPC_CAPABILITIES: tuple[str, ...] = ("GetWorkerInfo", "ExecuteStep", "ResetKvCache")
+
+FIELD_CAPABILITIES: tuple[str, ...] = (
+    "worker_epoch",
+    "router_id",
+    "step_id",
+    "client_tag",
+    "timeout_ms",
+    "traceparent",
+    "sample",
+    "sampling.temperature",
+    "sampling.top_k",
+    "sampling.top_p",
+    "sampling.min_p",
+    "sampling.seed",
+    "sampling.has_seed",
+    "sampling.num_logprobs=0",  # the chosen token's logprob; without "=0": also those of the most probable tokens
+    "sampling.logprobs_mode",
+)
+
+CAPABILITIES: tuple[str, ...] = RPC_CAPABILITIES + FIELD_CAPABILITIES

@@ -1,0 +1,278 @@
+"""The checks of a step: everything that wire and engine rely on, before anything is touched.
+
+Each check looks at one group of fields and is a line of `CHECKS`; a new field is a new function there. Checks run in order, and one
+that builds on other fields asks `violations` whether those were found in order. On a good request nothing loops in Python.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from modelworker.proto import model_worker_pb2 as pb
+from modelworker.worker.batch import BoolArray, Int32Array, Int64Array
+from modelworker.worker.description import WorkerDescription
+from modelworker.worker.wire_unbuilt import refuse_unbuilt_fields
+from modelworker.worker.wire_violations import Violations, check_length, check_optional_length
+
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFields:
+    """A request, and its arrays in numpy, of any length and content."""
+
+    request: pb.ExecuteStepRequest
+    query_lens: Int32Array
+    context_lens: Int32Array
+    token_ids: Int32Array
+    block_counts: Int32Array
+    block_ids: Int32Array
+    sample: BoolArray
+
+    @classmethod
+    def of(cls, request: pb.ExecuteStepRequest) -> "StepFields":
+        """Copies the arrays out of the request. protobuf hands repeated fields to numpy whole: 10 us for 65,536 numbers."""
+        return cls(
+            request=request,
+            query_lens=np.array(request.query_lens, dtype=np.int32),
+            context_lens=np.array(request.context_lens, dtype=np.int32),
+            token_ids=np.array(request.token_ids, dtype=np.int32),
+            block_counts=np.array(request.block_counts, dtype=np.int32),
+            block_ids=np.array(request.block_ids, dtype=np.int32),
+            sample=np.array(request.sample, dtype=np.bool_),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of rows: whatever else the request says, there is one query length per row."""
+        return len(self.query_lens)
+
+
+Check = Callable[[StepFields, WorkerDescription, Violations], None]
+
+
+def check_identity(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """Sequenced steps name their epoch and router; a trace context has the form of W3C Trace Context level 1."""
+    request = fields.request
+    if request.step_id > 0:
+        for name, value in (("worker_epoch", request.worker_epoch), ("router_id", request.router_id)):
+            if value == 0:
+                violations.add(name, f"found 0, expected to be set, because step_id is {request.step_id} (a sequenced step)")
+    if request.traceparent and not _TRACEPARENT.fullmatch(request.traceparent):
+        violations.add(
+            "traceparent",
+            f"found {request.traceparent[:64]!r}, expected 00-<32 hex>-<16 hex>-<2 hex> in lower case, neither id all zeros",
+        )
+
+
+def check_rows(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """There are not too many rows and tokens, each row has tokens, and none is longer than the model allows.
+
+    Raises:
+        InvalidStepError: there are so many rows that nothing else is worth looking at.
+    """
+    query_lens, context_lens = fields.query_lens, fields.context_lens
+    max_sequences, max_tokens = description.limits.max_sequences, description.limits.max_tokens_per_step
+    if len(query_lens) > max_sequences:
+        violations.add("query_lens", f"found {len(query_lens)} sequences, expected at most max_sequences = {max_sequences}")
+        violations.raise_if_any()  # All later work is bounded by the number of rows.
+    _check_minimum("query_lens", query_lens, 1, violations)
+    num_tokens = int(query_lens.sum(dtype=np.int64))
+    if "query_lens" not in violations and num_tokens > max_tokens:
+        violations.add("query_lens", f"found {num_tokens} tokens in sum, expected at most max_tokens_per_step = {max_tokens}")
+    same_length = check_length("context_lens", context_lens, fields.num_sequences, violations)
+    _check_minimum("context_lens", context_lens, 0, violations)
+    if not same_length:
+        return
+    max_model_len = description.model.max_model_len
+    seq_lens = context_lens.astype(np.int64) + query_lens
+    too_long = (seq_lens > max_model_len) & (query_lens >= 1) & (context_lens >= 0)
+    if too_long.any():
+        violations.add_entries(
+            "context_lens",
+            np.flatnonzero(too_long),
+            lambda row: (
+                f"row {row}: found context {context_lens[row]} + query {query_lens[row]} = {seq_lens[row]} tokens, "
+                f"expected at most max_model_len = {max_model_len}"
+            ),
+        )
+
+
+def check_tokens(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """There are as many tokens as the query lengths say, and the model has a row for each."""
+    starts: Int64Array | None = None
+    if "query_lens" not in violations:
+        starts = _starts(fields.query_lens)
+        check_length("token_ids", fields.token_ids, int(starts[-1]), violations, "the sum of query_lens")
+    vocab_size = description.model.vocab_size
+
+    def describe(index: int) -> str:
+        place = "" if starts is None else _place(starts, index, "token")
+        found = int(fields.token_ids[index])
+        feedback = " (-1 is token_feedback, which this worker does not implement)" if found == -1 else ""
+        return f"{place}found {found}, expected 0 .. {vocab_size - 1}{feedback}"
+
+    _check_range("token_ids", fields.token_ids, range(vocab_size), describe, violations)
+
+
+def check_block_tables(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """Each row's table covers the row and is no longer than the longest sequence's; its blocks exist."""
+    block_size, num_blocks = description.kv_cache.block_size, description.kv_cache.num_blocks
+    largest = -(-description.model.max_model_len // block_size)
+    counts = fields.block_counts
+    if check_length("block_counts", counts, fields.num_sequences, violations):
+        smallest = _smallest_counts(fields, description, violations)
+        bad = (counts < smallest) | (counts > largest)
+        if bad.any():
+            violations.add_entries(
+                "block_counts",
+                np.flatnonzero(bad),
+                lambda row: f"row {row}: found {counts[row]} blocks of {block_size} tokens, expected {smallest[row]} .. {largest}",
+            )
+    starts: Int64Array | None = None
+    if "block_counts" not in violations:
+        starts = _starts(counts)
+        if not check_length("block_ids", fields.block_ids, int(starts[-1]), violations, "the sum of block_counts"):
+            starts = None
+
+    def describe(index: int) -> str:
+        place = "" if starts is None else _place(starts, index, "block")
+        null = " (block 0 is the null block)" if fields.block_ids[index] == 0 else ""
+        return f"{place}found {fields.block_ids[index]}, expected 1 .. {num_blocks - 1}{null}"
+
+    _check_range("block_ids", fields.block_ids, range(1, num_blocks), describe, violations)
+
+
+def check_writes(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """No two rows write one slot, and no row's table names a block twice that the row writes.
+
+    Rows may read what others read or write: the new keys and values of a layer are all written before any is read.
+    """
+    if any(name in violations for name in ("query_lens", "context_lens", "block_counts", "block_ids")):
+        return
+    written = _written_entries(fields, description.kv_cache.block_size)
+    blocks = fields.block_ids[written]
+    if len(blocks) == fields.num_sequences:  # One block per row: each entry is compared with the one that its row writes.
+        named = np.repeat(blocks, fields.block_counts) == fields.block_ids
+    else:
+        is_written = np.zeros(description.kv_cache.num_blocks, np.bool_)
+        is_written[blocks] = True
+        named = is_written.take(fields.block_ids)
+    # The good case, in one pass over the tables: no written block is named again.
+    if np.count_nonzero(named) == len(blocks) and not _has_duplicates(blocks):
+        return
+    _find_blocks_repeated_in_a_row(fields, written, np.flatnonzero(named), violations)
+    _find_slots_of_two_rows(fields, description.kv_cache.block_size, violations)
+
+
+def check_sample(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """`sample` is empty or has one entry per row."""
+    check_optional_length("sample", fields.sample, fields.num_sequences, violations)
+
+
+def check_unbuilt(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """Nothing is asked for that this worker does not implement."""
+    refuse_unbuilt_fields(fields.request, fields.num_sequences, violations)
+
+
+CHECKS: tuple[Check, ...] = (
+    check_unbuilt,
+    check_identity,
+    check_rows,
+    check_tokens,
+    check_block_tables,
+    check_writes,
+    check_sample,
+)
+
+
+def _check_minimum(field: str, array: Int32Array, minimum: int, violations: Violations) -> None:
+    if array.size and array.min() < minimum:
+        violations.add_entries(
+            field, np.flatnonzero(array < minimum), lambda row: f"row {row}: found {array[row]}, expected at least {minimum}"
+        )
+
+
+def _check_range(field: str, array: Int32Array, bounds: range, describe: Callable[[int], str], violations: Violations) -> None:
+    if array.size and (array.min() < bounds.start or array.max() >= bounds.stop):
+        violations.add_entries(field, np.flatnonzero((array < bounds.start) | (array >= bounds.stop)), describe)
+
+
+def _starts(counts: Int32Array) -> Int64Array:
+    """[num_sequences + 1]: where each row's entries start in a flat array."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, dtype=np.int64, out=starts[1:])
+    return starts
+
+
+def _place(starts: Int64Array, index: int, noun: str) -> str:
+    row = int(np.searchsorted(starts, index, side="right")) - 1
+    return f"row {row}, {noun} {index - starts[row]} of the row: " if row < len(starts) - 1 else ""
+
+
+def _smallest_counts(fields: StepFields, description: WorkerDescription, violations: Violations) -> Int64Array:
+    """[num_sequences]: how many blocks each row needs; 0 where the row's lengths are refused already."""
+    query_lens, context_lens = fields.query_lens, fields.context_lens.astype(np.int64)
+    if len(query_lens) != len(context_lens):
+        return np.zeros(len(query_lens), np.int64)
+    seq_lens = context_lens + query_lens
+    if "query_lens" in violations or "context_lens" in violations:
+        seq_lens[(query_lens < 1) | (context_lens < 0) | (seq_lens > description.model.max_model_len)] = 0
+    return -(-seq_lens // description.kv_cache.block_size)
+
+
+def _written_entries(fields: StepFields, block_size: int) -> Int64Array:
+    """Indices into `block_ids` of the blocks that the step writes to, in order."""
+    context_lens = fields.context_lens.astype(np.int64)
+    first = context_lens // block_size
+    num_written = (context_lens + (fields.query_lens - 1)) // block_size - first + 1
+    starts = _starts(num_written)
+    offsets = _starts(fields.block_counts)[:-1] + first - starts[:-1]
+    return np.repeat(offsets, num_written) + np.arange(starts[-1])
+
+
+def _has_duplicates(array: Int32Array) -> bool:
+    ordered = np.sort(array)
+    return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
+
+
+def _find_blocks_repeated_in_a_row(fields: StepFields, written: Int64Array, named: Int64Array, violations: Violations) -> None:
+    """Finds blocks that a row writes and that its table names more than once, so that a write destroys the row's own context."""
+    starts = _starts(fields.block_counts)
+
+    def keys_of(entries: Int64Array) -> Int64Array:
+        rows: Int64Array = np.searchsorted(starts, entries, side="right") - 1
+        return rows << 32 | fields.block_ids[entries]
+
+    keys = keys_of(named)
+    unique_keys, counts = np.unique(keys, return_counts=True)
+    for key in np.intersect1d(unique_keys[counts > 1], keys_of(written))[: Violations.LIMIT].tolist():
+        row, block = key >> 32, key & 0xFFFFFFFF
+        first, second = named[keys == key][:2].tolist()
+        violations.add(
+            f"block_ids[{second}]",
+            f"row {row}: found block {block}, which the row writes, as blocks {first - starts[row]} and {second - starts[row]} "
+            f"of its table, expected once",
+        )
+
+
+def _find_slots_of_two_rows(fields: StepFields, block_size: int, violations: Violations) -> None:
+    """Finds slots to which two rows write."""
+    query_starts = _starts(fields.query_lens)
+    rows = np.repeat(np.arange(fields.num_sequences), fields.query_lens)
+    positions = np.arange(query_starts[-1]) + np.repeat(fields.context_lens - query_starts[:-1], fields.query_lens)
+    entries = _starts(fields.block_counts)[rows] + positions // block_size
+    slots = fields.block_ids[entries].astype(np.int64) * block_size + positions % block_size
+    order = np.argsort(slots, kind="stable")
+    earlier, later = order[:-1], order[1:]
+    collides = (slots[earlier] == slots[later]) & (rows[earlier] != rows[later])
+    earlier, later = earlier[collides], later[collides]
+    _, firsts = np.unique(entries[later], return_index=True)
+    for index in firsts[: Violations.LIMIT].tolist():
+        one, other = earlier[index], later[index]
+        violations.add(
+            f"block_ids[{entries[other]}]",
+            f"rows {rows[one]} and {rows[other]} both write block {slots[other] // block_size}, offset {slots[other] % block_size} "
+            f"(their positions {positions[one]} and {positions[other]}), expected one row to write there",
+        )

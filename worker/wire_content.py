@@ -1,0 +1,130 @@
+"""Reads a serialized message record by record: what its schema does not know, and a digest of what it does.
+
+protobuf keeps fields that a message's schema does not know, and offers them as a list of all of them, a microsecond each: half a
+minute of a message that consists of them. Reading stops where there is enough to say. Format: https://protobuf.dev/programming-guides/encoding
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from modelworker.worker.wire_violations import Violations
+
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+
+_WIRE_TYPES = {
+    FieldDescriptor.TYPE_FIXED64: _FIXED64,
+    FieldDescriptor.TYPE_SFIXED64: _FIXED64,
+    FieldDescriptor.TYPE_DOUBLE: _FIXED64,
+    FieldDescriptor.TYPE_FIXED32: _FIXED32,
+    FieldDescriptor.TYPE_SFIXED32: _FIXED32,
+    FieldDescriptor.TYPE_FLOAT: _FIXED32,
+    FieldDescriptor.TYPE_STRING: _LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_BYTES: _LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_MESSAGE: _LENGTH_DELIMITED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSchema:
+    """What a message may contain.
+
+    Attributes:
+        names: of fields, by number.
+        tags: the tag (number and wire type) of every field, and the schema of its value where that is a single message.
+    """
+
+    names: Mapping[int, str]
+    tags: Mapping[int, "MessageSchema | None"]
+
+    @classmethod
+    def of(cls, message: Message) -> "MessageSchema":
+        """Reads a message's schema. The protocol has no recursive messages."""
+        names: dict[int, str] = {}
+        tags: dict[int, MessageSchema | None] = {}
+        for field in message.DESCRIPTOR.fields:
+            wire_type = _LENGTH_DELIMITED if field.is_repeated else _WIRE_TYPES.get(field.type, _VARINT)
+            is_single_message = field.type == FieldDescriptor.TYPE_MESSAGE and not field.is_repeated
+            names[field.number] = field.name
+            tags[field.number << 3 | wire_type] = cls.of(getattr(message, field.name)) if is_single_message else None
+        return cls(names, tags)
+
+
+class Record(NamedTuple):
+    """One field of a message: `content[start:end]`, of which `content[payload:end]` is its value."""
+
+    tag: int
+    start: int
+    payload: int
+    end: int
+
+
+def read_records(content: bytes) -> Iterator[Record]:
+    """Yields the fields of a message as protobuf has serialized it, so the content is well-formed and known arrays are packed."""
+    start, size = 0, len(content)
+    while start < size:
+        tag, payload = _read_varint(content, start)
+        wire_type = tag & 7
+        if wire_type == _LENGTH_DELIMITED:
+            length, payload = _read_varint(content, payload)
+            end = payload + length
+        elif wire_type == _VARINT:
+            end = _read_varint(content, payload)[1]
+        elif wire_type == _FIXED32:
+            end = payload + 4
+        elif wire_type == _FIXED64:
+            end = payload + 8
+        else:  # A group, of which the protocol has none: where it ends doesn't matter.
+            end = size
+        yield Record(tag, start, payload, end)
+        start = end
+
+
+def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+    """Returns a number and where it ends."""
+    value = shift = 0
+    while (byte := content[at]) >= 0x80:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        at += 1
+    return value | byte << shift, at + 1
+
+
+def refuse_unknown_fields(content: bytes, schema: MessageSchema, violations: Violations, prefix: str = "") -> None:
+    """Refuses fields that are not in this worker's version of the protocol, or that came with another wire type than its own.
+
+    Args:
+        content: a message as protobuf has serialized it.
+        schema: of the message.
+        violations: where findings go.
+        prefix: of the paths of its fields.
+    """
+    for record in read_records(content):
+        number = record.tag >> 3
+        if record.tag in schema.tags:
+            part_schema = schema.tags[record.tag]
+            if part_schema is not None:
+                part = content[record.payload : record.end]
+                refuse_unknown_fields(part, part_schema, violations, f"{prefix}{schema.names[number]}.")
+        elif number in schema.names:
+            violations.add(f"{prefix}{schema.names[number]}", f"found wire type {record.tag & 7}, which is not that of this field")
+        else:
+            violations.add(f"{prefix}{number}", f"found field number {number}, which this worker does not know, expected unset")
+        if violations.is_full:
+            return
+
+
+def digest_without(content: bytes, numbers: frozenset[int]) -> bytes:
+    """Computes a digest of a serialized message without the fields `numbers`.
+
+    SHA-256: half the time of BLAKE2b on CPUs with instructions for it (274 KB: 240 us against 430 us).
+    """
+    state = hashlib.sha256()
+    view = memoryview(content)
+    for record in read_records(content):
+        if record.tag >> 3 not in numbers:
+            state.update(view[record.start : record.end])
+    return state.digest()
