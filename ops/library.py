@@ -1,7 +1,7 @@
 """Direct registration of ops with torch.
 
-`torch.library.custom_op` wraps every call in Python that handles cases which do not arise here, at a measurable cost per call; an op
-defined and bound on a `Library` goes straight from the dispatcher to its implementation.
+`torch.library.custom_op` wraps every call in Python that handles cases which do not arise here, at a measurable cost per call; an
+op defined and bound on a `Library` goes straight from the dispatcher to its implementation.
 """
 
 from collections.abc import Callable, Sequence

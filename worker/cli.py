@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from modelworker.worker.errors import SetupError, WorkerError
-from modelworker.worker.flags import CommandParser
+from modelworker.worker.errors import SettingsError, SetupError, WorkerError
+from modelworker.worker.flags import USAGE_EXIT_CODE, CommandParser
 
 _EXIT_FAILED = 1
 _EXIT_INTERRUPTED = 130
@@ -52,8 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = parsed.run
         code = run(parsed)
         sys.stdout.flush()
+    except SettingsError as error:
+        return _fail(str(error), USAGE_EXIT_CODE)
     except (SetupError, WorkerError) as error:
-        return _fail(str(error))
+        return _fail(str(error), _EXIT_FAILED)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -86,10 +88,10 @@ def _import(name: str, command: _Command) -> Any:
         raise SetupError(f"`{name}` needs the package {error.name}: pip install 'modelworker[{command.extra}]'") from error
 
 
-def _fail(text: str) -> int:
+def _fail(text: str, code: int) -> int:
     line = " ".join(text.split())
     print(f"modelworker: error: {line}", file=sys.stderr)
-    return _EXIT_FAILED
+    return code
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
 from modelworker.worker.client_errors import (

@@ -23,6 +23,7 @@ import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+
 from modelworker.worker.errors import PreconditionReason, Violation
 
 _DETAILS_KEY = "grpc-status-details-bin"

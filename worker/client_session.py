@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 
 import grpc
+
 from modelworker.worker.client import AsyncClient, Client, ExecuteStepRequest, StepAnswer, WorkerInfo
 from modelworker.worker.client_errors import (
     CallDeadlineError,

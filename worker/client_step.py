@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import BoolArray, Float32Array, GraphMode, Int32Array, SequenceErrorCode, StepTimings
 

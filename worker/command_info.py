@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from google.protobuf import json_format
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.client import Client, WorkerCallError, WorkerInfo
 from modelworker.worker.flags import CommandParser, checked_type

@@ -8,10 +8,9 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from typing import Any
 
 from modelworker.worker.counters import Counters
-from modelworker.worker.errors import SettingsError, SetupError
+from modelworker.worker.errors import SetupError
 from modelworker.worker.executor import StepEngine
 from modelworker.worker.flags import CommandParser, add_settings, read_settings, warn_of_unknown_variables
 from modelworker.worker.progress import LogProgress, Progress
@@ -20,6 +19,7 @@ from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.telemetry import configure_logging, wants_console
 from modelworker.worker.terminal import TerminalProgress
 
+_ENGINE_THREAD_NAME = "engine"
 _ENGINE_END_SECONDS = 0.5
 
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     warn_of_unknown_variables(arguments.parser)
     settings = read_settings(WorkerSettings, arguments)
     if not settings.model.model:
-        raise SettingsError("no model: give --model DIR or set MODELWORKER_MODEL")
+        arguments.parser.error("no model: give --model DIR or set MODELWORKER_MODEL")
     return run_worker(settings, build_model_engine)
 
 
@@ -61,7 +61,7 @@ def run_worker(settings: WorkerSettings, build: BuildEngine) -> int:
 def _leave_engine_behind(code: int) -> None:
     """Ends the process here if the engine thread is still at work: the interpreter can't be torn down around native code."""
     for thread in threading.enumerate():
-        if thread.name == "engine":
+        if thread.name == _ENGINE_THREAD_NAME:
             thread.join(_ENGINE_END_SECONDS)
             if thread.is_alive():
                 logging.shutdown()
@@ -89,7 +89,7 @@ def build_model_engine(settings: WorkerSettings, progress: Progress, counters: C
     return engine
 
 
-def _progress(settings: WorkerSettings) -> Any:
+def _progress(settings: WorkerSettings) -> LogProgress | TerminalProgress:
     if sys.stderr.isatty() and wants_console(settings.server.log_format, sys.stderr):
         return TerminalProgress(sys.stderr)
     return LogProgress()

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from rich.console import Console
+
 from modelworker.worker.client import Client, WorkerCallError, WorkerInfo
 from modelworker.worker.client_session import FencedSession
 from modelworker.worker.demo_display import Display, Pane, PaneDisplay, PlainDisplay, end_of, percentile, step_table
@@ -38,7 +40,6 @@ from modelworker.worker.scheduler_types import (
 )
 from modelworker.worker.settings import positive_float, positive_int
 from modelworker.worker.tokenization import TextStream, TextTokenizer
-from rich.console import Console
 
 _EXIT_OK = 0
 _EXIT_FAILED = 1

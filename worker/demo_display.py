@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
-from modelworker.worker.scheduler_types import FinishReason, RequestFinished, StepExecuted
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from modelworker.worker.scheduler_types import FinishReason, RequestFinished, StepExecuted
 
 _PLAIN_WIDTH = 88
 _TWO_COLUMNS_FROM = 90

@@ -13,6 +13,7 @@ from modelworker.worker.batch import (
     BoolArray,
     GraphExecution,
     GraphMode,
+    IndexArray,
     Int32Array,
     SampledLogprobs,
     SamplingBatch,
@@ -42,24 +43,26 @@ class _StagedStep:
 class Engine:
     """A loaded model with its KV cache, ready to execute steps."""
 
-    def __init__(self, *, model: CausalLM, kv_cache: KvCache, description: WorkerDescription, device: torch.device, counters: Counters) -> None:
+    def __init__(
+        self, *, model: CausalLM, kv_cache: KvCache, description: WorkerDescription, device: torch.device, counters: Counters
+    ) -> None:
         self.description = description
-        self._model = model
-        self._kv_cache = kv_cache
+        self.model = model
+        self.kv_cache = kv_cache
         self._device = device
-        self._counters = counters
+        self.counters = counters
         # Seeds of the rows whose seed the router leaves open.
         self._open_seeds = np.random.default_rng()
 
     def step(self, batch: StepBatch) -> StepResult:
-        """Hot path: executes a step and returns its samples. Writes the KV cache in the slots of the step's tokens, nowhere else."""
+        """Hot path: executes a step and returns its samples. Writes the KV cache in the slots of its tokens, nowhere else."""
         with torch.inference_mode():
             begun = time.monotonic_ns()
             staged = self._stage(batch)
             prepared = time.monotonic_ns()
-            hidden = self._model(staged.token_ids, staged.positions, staged.attention, self._kv_cache.layers)
+            hidden = self.model(staged.token_ids, staged.positions, staged.attention, self.kv_cache.layers)
             sampled_rows = np.flatnonzero(batch.sample)
-            logits = self._model.compute_logits(hidden[batch.query_starts[1:][sampled_rows] - 1])
+            logits = self.model.compute_logits(hidden[batch.query_starts[1:][sampled_rows] - 1])
             forwarded = time.monotonic_ns()
             samples = self._sample(batch, sampled_rows, logits)
             hidden_finite = self._finite_rows(batch, hidden)
@@ -71,7 +74,7 @@ class Engine:
 
     def reset_kv_cache(self) -> None:
         """Fills the KV cache with zeros."""
-        self._kv_cache.zero()
+        self.kv_cache.zero()
 
     def _stage(self, batch: StepBatch) -> _StagedStep:
         slots = batch.slots(self.description.kv_cache.block_size)
@@ -90,7 +93,7 @@ class Engine:
             ),
         )
 
-    def _sample(self, batch: StepBatch, rows: Int32Array, logits: Tensor) -> Samples:
+    def _sample(self, batch: StepBatch, rows: IndexArray, logits: Tensor) -> Samples:
         if batch.sampling is None:
             return sample(logits, None, None, batch.seq_lens[rows])
         parameters = _parameters_of(batch.sampling, rows)
@@ -108,19 +111,19 @@ class Engine:
         return np.logical_and.reduceat(finite, batch.query_starts[:-1])
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
-        self._counters.increment("steps_total", mode=result.graph.mode.name, reason=result.graph.fallback_reason)
-        self._counters.increment("step_tokens_total", batch.num_tokens)
-        self._counters.increment("sampled_tokens_total", len(result.sampled_ids))
+        self.counters.increment("steps_total", mode=result.graph.mode.name, reason=result.graph.fallback_reason)
+        self.counters.increment("step_tokens_total", batch.num_tokens)
+        self.counters.increment("sampled_tokens_total", len(result.sampled_ids))
         for failure in result.sequence_errors:
-            self._counters.increment("sequence_errors_total", code=failure.code.name)
+            self.counters.increment("sequence_errors_total", code=failure.code.name)
 
 
-def _parameters_of(sampling: SamplingBatch, rows: Int32Array) -> SamplingBatch:
+def _parameters_of(sampling: SamplingBatch, rows: IndexArray) -> SamplingBatch:
     return SamplingBatch(**{field.name: getattr(sampling, field.name)[rows] for field in dataclasses.fields(SamplingBatch)})
 
 
 def _assemble(
-    batch: StepBatch, sampled_rows: Int32Array, samples: Samples, hidden_finite: BoolArray, block_size: int
+    batch: StepBatch, sampled_rows: IndexArray, samples: Samples, hidden_finite: BoolArray, block_size: int
 ) -> StepResult:
     """Puts the samples of the sampling rows into the order of all rows, failed rows apart."""
     finite = hidden_finite.copy()
@@ -160,7 +163,9 @@ def _tainted_blocks(batch: StepBatch, rows: Sequence[int], block_size: int) -> I
     return np.unique(np.concatenate(blocks)) if blocks else np.zeros(0, np.int32)
 
 
-def _assemble_logprobs(batch: StepBatch, sampled_rows: Int32Array, samples: Samples, succeeded: BoolArray) -> SampledLogprobs | None:
+def _assemble_logprobs(
+    batch: StepBatch, sampled_rows: IndexArray, samples: Samples, succeeded: BoolArray
+) -> SampledLogprobs | None:
     if batch.sampling is None or samples.logprobs is None or samples.ranks is None:
         return None
     wanted = batch.sampling.num_logprobs[sampled_rows] >= 0

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import shlex
 import sys
 import typing
@@ -36,10 +37,8 @@ class _HelpFormatter(argparse.HelpFormatter):
         if (variable := environment_name(action)) is None:
             return text
         notes = [variable]
-        if isinstance(action, argparse.BooleanOptionalAction):
-            notes.insert(0, f"default: {'on' if action.default else 'off'}")
-        elif action.default not in (None, "", False, argparse.SUPPRESS):
-            notes.insert(0, f"default: {_shown(action.default)}")
+        if default := _shown(action):
+            notes.insert(0, f"default: {default}")
         return text + f" [{'; '.join(notes)}]".replace("%", "%%")
 
 
@@ -50,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", _HelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
-        self._environment = os.environ if environment is None else environment
+        self.environment = os.environ if environment is None else environment
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with one line and exit code 2."""
@@ -58,13 +57,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments; what they leave out is taken from the environment."""
+        words = list(sys.argv[1:] if args is None else args)
         for action in self._actions:
             variable = environment_name(action)
             # An empty variable is an unset one: manifests often carry empty ones.
-            if variable is not None and (text := self._environment.get(variable)):
+            if variable is not None and not _is_given(action, words) and (text := self.environment.get(variable)):
                 action.default = self._environment_value(action, variable, text)
                 action.required = False
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(words, namespace)
 
     def variables(self) -> set[str]:
         """Names of the environment variables that this parser reads."""
@@ -97,10 +97,21 @@ def environment_name(action: argparse.Action) -> str | None:
     return ENVIRONMENT_PREFIX + name.upper().replace("-", "_")
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 2**20 and value % 2**20 == 0:
+def _is_given(action: argparse.Action, words: list[str]) -> bool:
+    """Whether the command line names an option. Then its variable counts for nothing, not even if its value is wrong."""
+    return any(word == option or word.startswith(f"{option}=") for option in action.option_strings for word in words)
+
+
+def _shown(action: argparse.Action) -> str:
+    """Returns a default for people; "" where there is none worth showing."""
+    value = action.default
+    if isinstance(value, bool):
+        return ("on" if value else "off") if isinstance(action, argparse.BooleanOptionalAction) else ""
+    if isinstance(value, int) and value >= 2**20 and value % 2**20 == 0:
         return f"{value // 2**20}M"
-    return str(value)
+    if isinstance(value, int | float):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    return value if isinstance(value, str) and value != argparse.SUPPRESS else ""
 
 
 def checked_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -121,7 +132,8 @@ def add_settings(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
     plain = [field for field in dataclasses.fields(settings) if not dataclasses.is_dataclass(hints[field.name])]
     if plain:
         summary, _, _ = (settings.__doc__ or "").partition("\n")
-        group = parser.add_argument_group(settings.__name__.removesuffix("Settings"), summary)
+        name = re.sub("(?<!^)(?=[A-Z])", " ", settings.__name__.removesuffix("Settings")).lower().replace("kv ", "KV ")
+        group = parser.add_argument_group(name, summary)
         for field in plain:
             _add_flag(group, field, is_boolean=hints[field.name] is bool)
     for field in dataclasses.fields(settings):
@@ -157,19 +169,19 @@ def read_settings(settings: type[Settings], arguments: argparse.Namespace) -> Se
     return settings(**values)
 
 
-def unknown_variables(known: Iterable[str], environment: Mapping[str, str]) -> list[str]:
-    """Returns a warning for each MODELWORKER_* variable that no flag reads, with the nearest that one does."""
-    names = sorted(known)
-    warnings = []
+def unknown_variables(known: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the MODELWORKER_* variables that no flag reads, each with the nearest that one does, or ""."""
+    names = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in sorted(known)}
+    found = {}
     for variable in sorted(environment):
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in names:
-            nearest = difflib.get_close_matches(variable, names, n=1)
-            hint = f": did you mean {nearest[0]}?" if nearest else ""
-            warnings.append(f"environment variable {variable} is not read by anything{hint}")
-    return warnings
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in names.values():
+            nearest = difflib.get_close_matches(variable.removeprefix(ENVIRONMENT_PREFIX), names, n=1)
+            found[variable] = names[nearest[0]] if nearest else ""
+    return found
 
 
 def warn_of_unknown_variables(parser: CommandParser) -> None:
     """Writes a line to stderr for each MODELWORKER_* variable that the command does not read."""
-    for warning in unknown_variables(parser.variables(), parser._environment):
-        print(f"modelworker: warning: {warning}", file=sys.stderr)
+    for name, nearest in unknown_variables(parser.variables(), parser.environment).items():
+        hint = f": did you mean {nearest}?" if nearest else ""
+        print(f"modelworker: warning: environment variable {name} is not read by `{parser.prog}`{hint}", file=sys.stderr)

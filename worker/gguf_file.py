@@ -5,6 +5,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+
 from modelworker.worker.errors import CheckpointError
 
 

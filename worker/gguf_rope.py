@@ -6,6 +6,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+
 from modelworker.worker.errors import CheckpointError
 from modelworker.worker.gguf_file import GgufFile
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import numpy.typing as npt
+
 from modelworker.worker.errors import CheckpointError
 from modelworker.worker.gguf_config import Geometry
 from modelworker.worker.gguf_file import GgufFile

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from modelworker.proto import model_worker_pb2
 
 LIVENESS_NAMES = ("", "liveness")

@@ -25,6 +25,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker import errors
 from modelworker.worker.counters import Counters

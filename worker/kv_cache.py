@@ -1,7 +1,7 @@
 """The paged KV cache: how large it may be, and its memory.
 
-Per layer there are two tensors [num_blocks, num_kv_heads, block_size, head_dim], head-major within a block, so that a KV head's tokens
-lie together. Block 0 is the null block: it belongs to nobody and fills the tails of block tables.
+Per layer there are two tensors [num_blocks, num_kv_heads, block_size, head_dim], head-major within a block, so that a KV head's
+tokens lie together. Block 0 is the null block: it belongs to nobody and fills the tails of block tables.
 """
 
 import hashlib

@@ -32,7 +32,7 @@ class Machine:
 
     @property
     def num_threads(self) -> int:
-        """Threads that compute: the user's OMP_NUM_THREADS, else what the affinity and the quota (rounded down) leave, at least 1."""
+        """Threads that compute: the user's OMP_NUM_THREADS, else what affinity and quota (rounded down) leave, at least 1."""
         if self.omp_num_threads is not None:
             return self.omp_num_threads
         quota = self.num_cpus if self.cpu_quota is None else math.floor(self.cpu_quota)

@@ -33,4 +33,5 @@ def philox(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Returns one number in [0, 1) for each (seed, position), with 53 random bits: [n], fp64."""
     words = philox(seeds, positions)
-    return ((words[0] << _HALF | words[1]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    random_bits: npt.NDArray[np.uint64] = (words[0] << _HALF | words[1]) >> np.uint64(11)
+    return random_bits.astype(np.float64) * 2.0**-53

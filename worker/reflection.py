@@ -12,6 +12,7 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
+
 from modelworker.proto import model_worker_pb2
 
 _V1ALPHA = "grpc.reflection.v1alpha"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import BoolArray, Float32Array, Int32Array, SamplingBatch, UInt64Array
+from modelworker.worker.batch import BoolArray, Float32Array, IndexArray, Int32Array, SamplingBatch, UInt64Array
 from modelworker.worker.random_numbers import uniforms
 
 
@@ -71,7 +71,7 @@ def _int32(values: Tensor) -> Int32Array:
     return values.to(torch.int32).numpy(force=True)
 
 
-def _filtered_weights(logits: Tensor, parameters: SamplingBatch, rows: Int32Array) -> Tensor:
+def _filtered_weights(logits: Tensor, parameters: SamplingBatch, rows: IndexArray) -> Tensor:
     """Returns the probabilities of each row after temperature, 0 for what the filters drop; not renormalized. [n, vocab_size]."""
     device = logits.device
     temperature = torch.from_numpy(np.where(parameters.temperature[rows] > 0, parameters.temperature[rows], 1)).to(device)
@@ -128,7 +128,7 @@ def _draw(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _chosen_logprobs(
-    logits: Tensor, weights: Tensor, processed_rows: Int32Array, tokens: Tensor, parameters: SamplingBatch, finite: BoolArray
+    logits: Tensor, weights: Tensor, processed_rows: IndexArray, tokens: Tensor, parameters: SamplingBatch, finite: BoolArray
 ) -> tuple[Float32Array | None, Int32Array | None]:
     """Returns the logprobs and ranks of the sampled tokens."""
     wanted = parameters.num_logprobs >= 0

@@ -61,7 +61,10 @@ def warm_up_and_check(engine: Engine, progress: Progress) -> CheckReport:
     whole, chunked = _compare_chunked(engine, random)
     if whole is None or chunked is None:
         degradations.append(
-            Degradation(reason="non_finite_logits", message="the model gives NaN or infinity for a prompt of random tokens: check the weights")
+            Degradation(
+                reason="non_finite_logits",
+                message="the model gives NaN or infinity for a prompt of random tokens: check the weights",
+            )
         )
     else:
         tolerance = _LOGPROB_TOLERANCE[engine.description.model.dtype]
@@ -84,7 +87,13 @@ def _warm_up_batches(engine: Engine, random: np.random.Generator) -> list[StepBa
     rows = np.arange(1, num_rows + 1, dtype=np.int32)
     return [
         _batch(engine, random, query_lens=[prompt_len], context_lens=[0], tables=[np.arange(1, num_blocks + 1, dtype=np.int32)]),
-        _batch(engine, random, query_lens=[1] * num_rows, context_lens=[0] * num_rows, tables=[rows[i : i + 1] for i in range(num_rows)]),
+        _batch(
+            engine,
+            random,
+            query_lens=[1] * num_rows,
+            context_lens=[0] * num_rows,
+            tables=[rows[i : i + 1] for i in range(num_rows)],
+        ),
         _batch(engine, random, query_lens=[1], context_lens=[0], tables=[rows[:1]]),
     ]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2_grpc
+
 from modelworker.proto import model_worker_pb2_grpc
 from modelworker.worker.counters import Counters
 from modelworker.worker.errors import SetupError
@@ -146,13 +147,22 @@ class WorkerServer:
             self._log.info("stopped while starting", stage=str(self._stage))
             return False
         stopped.cancel()
-        await built
+        await self._check_built(built)
         if self._stop_requested.is_set():
             return False
         self._update_health()
         self.ready.set()
         self._log.info("ready", port=self.port)
         return True
+
+    async def _check_built(self, built: "asyncio.Future[None]") -> None:
+        try:
+            await built
+        except SetupError:
+            raise
+        except Exception as error:
+            self._log.error("start-up failed", stage=str(self._stage), exc_info=error)
+            raise SetupError(f"start-up failed: {type(error).__name__}: {error} (the log has the details)") from error
 
     async def _serve(self) -> ExitCode:
         stopped = asyncio.ensure_future(self._stop_requested.wait())

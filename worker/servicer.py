@@ -4,6 +4,7 @@ import time
 from typing import Any, NoReturn
 
 import grpc
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto import model_worker_pb2_grpc
 from modelworker.worker.counters import Counters

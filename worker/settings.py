@@ -96,7 +96,10 @@ class ModelSettings:
         choices=("auto", "float32", "bfloat16"),
     )
     max_model_len: int | None = setting(
-        None, "largest context + query length of a sequence; default: what the model was trained for", parse=positive_int, metavar="TOKENS"
+        None,
+        "largest context + query length of a sequence; default: what the model was trained for",
+        parse=positive_int,
+        metavar="TOKENS",
     )
 
 
@@ -146,7 +149,10 @@ class DeviceSettings:
 
     device: str = setting("auto", "auto: the GPU if there is one", choices=("auto", "cpu", "cuda"))
     threads: int | None = setting(
-        None, "threads that compute on the CPU; default: OMP_NUM_THREADS, else the container's CPU quota", parse=positive_int, metavar="N"
+        None,
+        "threads that compute on the CPU; default: OMP_NUM_THREADS, else the container's CPU quota",
+        parse=positive_int,
+        metavar="N",
     )
 
 
@@ -160,7 +166,10 @@ class ServerSettings:
     max_message_size: int = setting(64 * 2**20, "largest message, each direction", parse=parse_bytes, metavar="BYTES")
     reflection: bool = setting(True, "serve gRPC reflection (grpcurl, ghz)")
     drain_seconds: float = setting(
-        25.0, "after SIGTERM, how long accepted steps may take; keep it below the pod's grace period", parse=positive_float, metavar="SECONDS"
+        25.0,
+        "after SIGTERM, how long accepted steps may take; keep it below the pod's grace period",
+        parse=positive_float,
+        metavar="SECONDS",
     )
     stall_seconds: float = setting(
         60.0, "a step that runs longer than this turns liveness NOT_SERVING until it ends", parse=positive_float, metavar="SECONDS"

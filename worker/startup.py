@@ -135,14 +135,18 @@ def _product_ms(dtype: torch.dtype, device: torch.device, rounds: int = 5) -> fl
 
 
 def choose_max_model_len(settings: ModelSettings, config: ModelConfig) -> int:
-    """Resolves --max-model-len.
+    """Resolves --max-model-len: by default the length that the checkpoint states, at most the one to which its RoPE is scaled.
 
     Raises:
         SettingsError: it is more than the model was made for.
     """
-    if settings.max_model_len is not None and settings.max_model_len > config.max_model_len:
-        raise SettingsError(f"--max-model-len {settings.max_model_len} is more than the model was made for ({config.max_model_len})")
-    return settings.max_model_len or config.max_model_len
+    if settings.max_model_len is None:
+        return config.max_model_len
+    if settings.max_model_len > config.max_scaled_len:
+        raise SettingsError(
+            f"--max-model-len {settings.max_model_len} is more than the model was made for ({config.max_scaled_len})"
+        )
+    return settings.max_model_len
 
 
 def _allocate_kv_cache(

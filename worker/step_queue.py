@@ -43,11 +43,6 @@ class CounterSink(Protocol):
         """Adds to a counter."""
 
 
-def max_replays(settings: FencingSettings) -> int:
-    """Returns how many answers are kept for retries: all that can be in flight, twice."""
-    return max(8, 2 * settings.max_steps_in_flight)
-
-
 class StepQueue:
     """Steps and other calls, in the order in which the engine takes them.
 
@@ -74,7 +69,7 @@ class StepQueue:
         self._fence: Fence[Answer] = Fence(
             require_fencing=settings.require_fencing,
             lease_idle_seconds=settings.lease_idle_seconds,
-            max_replays=max_replays(settings),
+            max_replays=settings.max_replays,
             max_replay_bytes=settings.max_replay_memory,
             clock=time.monotonic,
         )

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from modelworker.worker.errors import SetupError
 from tokenizers import Tokenizer
+
+from modelworker.worker.errors import SetupError
 
 _REPLACEMENT = "\ufffd"
 # Tokens of the prompt that are decoded along, so that the first word keeps its leading space.

@@ -4,6 +4,7 @@ Everything that comes from outside is looked at here (`parse_*`), and nowhere fu
 """
 
 import numpy as np
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import SampledLogprobs, StepBatch, StepResult
 from modelworker.worker.description import WorkerDescription

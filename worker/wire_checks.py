@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import BoolArray, Int32Array, Int64Array
 from modelworker.worker.description import WorkerDescription

@@ -2,6 +2,7 @@
 
 import numpy as np
 from google.protobuf.message import Message
+
 from modelworker.worker.wire_capabilities import FIELD_CAPABILITIES
 from modelworker.worker.wire_violations import Violations, check_optional_length
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import google.protobuf
 import numpy as np
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import GraphExecution, GraphMode, SampledLogprobs, StepBatch, StepResult
 from modelworker.worker.description import (

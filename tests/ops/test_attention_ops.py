@@ -104,7 +104,13 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_any_mix_of_rows_attends_as_dense_attention_does(
-    rows: list[tuple[int, int]], block_size: int, heads: tuple[int, int], head_dim: int, window: int, soft_cap: float, dtype: torch.dtype
+    rows: list[tuple[int, int]],
+    block_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    window: int,
+    soft_cap: float,
+    dtype: torch.dtype,
 ) -> None:
     case = Case(
         [q for q, _ in rows], [c for _, c in rows],

@@ -24,9 +24,18 @@ def samples() -> dict[str, tuple[Any, ...]]:
         "rotary_embedding": (query, key, torch.tensor([0, 4, 9], dtype=int32), table, False),
         "store_kv": (key, key.clone(), cache, cache.clone(), torch.tensor([4, -1, 9])),
         "paged_attention": (
-            query, cache, cache.clone(), torch.empty(3, 4, 8), torch.tensor([0, 1, 3], dtype=int32), torch.tensor([3, 7], dtype=int32),
-            torch.tensor([[1, 2], [3, 4]], dtype=int32), torch.empty(0), 0.3, 0, 0.0,
-        ),  # fmt: skip
+            query,
+            cache,
+            cache.clone(),
+            torch.empty(3, 4, 8),
+            torch.tensor([0, 1, 3], dtype=int32),
+            torch.tensor([3, 7], dtype=int32),
+            torch.tensor([[1, 2], [3, 4]], dtype=int32),
+            torch.empty(0),
+            0.3,
+            0,
+            0.0,
+        ),
     }
 
 
@@ -37,7 +46,13 @@ def test_schema_fake_and_mutation_agree_with_the_implementation(name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "mutated"),
-    [("fused_add_rms_norm", {0, 1}), ("rotary_embedding", {0, 1}), ("store_kv", {2, 3}), ("paged_attention", {3}), ("rms_norm", set())],
+    [
+        ("fused_add_rms_norm", {0, 1}),
+        ("rotary_embedding", {0, 1}),
+        ("store_kv", {2, 3}),
+        ("paged_attention", {3}),
+        ("rms_norm", set()),
+    ],
 )
 def test_an_op_writes_exactly_what_its_schema_declares(name: str, mutated: set[int]) -> None:
     arguments = samples()[name]

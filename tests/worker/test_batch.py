@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.wire import parse_step

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from modelworker.worker import cli
-from modelworker_testing.serving import VOCAB_SIZE, running_server
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+
+from modelworker.worker import cli
+from modelworker_testing.serving import VOCAB_SIZE, running_server
 
 EOS = 2
 
@@ -98,21 +99,21 @@ def test_prompts_go_through_the_models_chat_template_unless_told_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        ([], "no prompt: give --prompt TEXT or --prompt-ids IDS"),
-        (["--prompt", "x"], "--prompt needs --tokenizer"),
-        (["--prompt", "x", "--tokenizer", "/nowhere"], "/nowhere: not found"),
-        (["--prompt-ids", "1,x"], "--prompt-ids: '1,x' is not a list of token ids"),
-        (["--prompt-ids", "1", "--temperature", "-1"], "temperature: found -1.0, expected 0 or at least 1e-5"),
-        (["--prompt-ids", "1000"], "prompt_ids[0]: found 1000, expected 0 .. 999"),
-        (["--prompt-ids", "1", "--address", "127.0.0.1:1", "--timeout", "0.2"], "not reachable after 0.2 s"),
+        ([], 2, "no prompt: give --prompt TEXT or --prompt-ids IDS"),
+        (["--prompt", "x"], 2, "--prompt needs --tokenizer"),
+        (["--prompt", "x", "--tokenizer", "/nowhere"], 1, "/nowhere: not found"),
+        (["--prompt-ids", "1,x"], 2, "--prompt-ids: '1,x' is not a list of token ids"),
+        (["--prompt-ids", "1", "--temperature", "-1"], 1, "temperature: found -1.0, expected 0 or at least 1e-5"),
+        (["--prompt-ids", "1000"], 1, "prompt_ids[0]: found 1000, expected 0 .. 999"),
+        (["--prompt-ids", "1", "--address", "127.0.0.1:1", "--timeout", "0.2"], 1, "not reachable after 0.2 s"),
     ],
 )
 def test_what_can_not_be_done_ends_with_one_line_that_says_why(
-    address: str, capsys: Output, arguments: list[str], message: str
+    address: str, capsys: Output, arguments: list[str], code: int, message: str
 ) -> None:
-    assert cli.main(["generate", "--address", address, *arguments]) == 1
+    assert cli.main(["generate", "--address", address, *arguments]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("modelworker: error: ")

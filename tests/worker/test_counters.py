@@ -3,6 +3,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from modelworker.worker.counters import Counters
 
 

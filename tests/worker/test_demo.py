@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from modelworker.worker.demo_display import Pane, PaneDisplay, PlainDisplay, percentile, step_table
-from modelworker.worker.scheduler_types import FinishReason, RequestFinished, StepExecuted
 from rich.console import Console
 from safetensors.numpy import save_file
+
+from modelworker.worker.demo_display import Pane, PaneDisplay, PlainDisplay, percentile, step_table
+from modelworker.worker.scheduler_types import FinishReason, RequestFinished, StepExecuted
 
 HIDDEN, HEADS, HEAD_DIM, INTERMEDIATE = 32, 4, 8, 48
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from modelworker_testing.checkpoints import save_table_model, save_tiny
-from modelworker_testing.engines import engine_of, execute
 from torch import Tensor
 
 from modelworker.worker.batch import GraphMode, SequenceErrorCode, StepResult
 from modelworker.worker.client_step import StepSampling
 from modelworker.worker.engine import Engine
+from modelworker_testing.checkpoints import save_table_model, save_tiny
+from modelworker_testing.engines import engine_of, execute
 
 NAN = float("nan")
 PROMPT = [5, 17, 100, 3, 42]
@@ -27,7 +27,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def caches(engine: Engine) -> list[Tensor]:
-    return [cache for layer in engine._kv_cache.layers for cache in layer]
+    return [cache for layer in engine.kv_cache.layers for cache in layer]
 
 
 def fill(engine: Engine, value: float) -> None:
@@ -57,9 +57,7 @@ def test_a_pool_full_of_nan_gives_the_tokens_of_a_zeroed_one(engine: Engine) -> 
     for filler in (0.0, NAN):
         fill(engine, filler)
         table = [[4, 11, 30]]
-        results = [
-            execute(engine, query_lens=[5], context_lens=[0], token_ids=PROMPT, tables=table, sampling=WITH_LOGPROBS)
-        ]
+        results = [execute(engine, query_lens=[5], context_lens=[0], token_ids=PROMPT, tables=table, sampling=WITH_LOGPROBS)]
         for context in range(5, 8):
             token = int(results[-1].sampled_ids[0])
             results.append(
@@ -174,7 +172,7 @@ def test_a_row_with_nan_gets_an_error_and_no_token_and_its_neighbours_are_untouc
             tables=[[1], [20, 12, 6], [3]], sampling=StepSampling(temperature=[0, 0.7, 0.7], seed=[1, 2, 3], has_seed=[True] * 3),
         )  # fmt: skip
 
-    before = poisoned._counters.snapshot().get('sequence_errors_total{code="NON_FINITE_LOGITS"}', 0)
+    before = poisoned.counters.snapshot().get('sequence_errors_total{code="NON_FINITE_LOGITS"}', 0)
     clean, failed = run(8), run(7)
     assert clean.sampled_counts.tolist() == [1, 1, 1]
     assert failed.sampled_counts.tolist() == [1, 0, 1]
@@ -182,7 +180,7 @@ def test_a_row_with_nan_gets_an_error_and_no_token_and_its_neighbours_are_untouc
     assert [(failure.index, failure.code) for failure in failed.sequence_errors] == [(1, SequenceErrorCode.NON_FINITE_LOGITS)]
     # The row's 5 tokens lie in the first two blocks of its table; the third is not in use.
     assert failed.tainted_block_ids.tolist() == [12, 20]
-    assert poisoned._counters.snapshot()['sequence_errors_total{code="NON_FINITE_LOGITS"}'] == before + 1
+    assert poisoned.counters.snapshot()['sequence_errors_total{code="NON_FINITE_LOGITS"}'] == before + 1
 
 
 def test_a_row_that_samples_nothing_is_reported_when_its_kv_can_not_be_trusted(poisoned: Engine) -> None:
@@ -226,4 +224,4 @@ def test_steps_neither_track_gradients_nor_change_the_callers_grad_mode(engine: 
         execute(engine, query_lens=[1], context_lens=[0], token_ids=[1], tables=[[1]])
         assert torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled()
-    assert not any(parameter.requires_grad for parameter in engine._model.parameters())
+    assert not any(parameter.requires_grad for parameter in engine.model.parameters())

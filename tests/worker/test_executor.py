@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.counters import Counters
 from modelworker.worker.errors import (

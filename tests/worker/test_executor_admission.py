@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+
 from modelworker.worker.errors import (
     OverloadedError,
     PreconditionError,
@@ -13,7 +14,7 @@ from modelworker.worker.errors import (
     StepIdReusedError,
 )
 from modelworker.worker.ticket import Answer
-from modelworker_testing.executor_world import ALICE, BOB, Gate, error_of, reason_of, run, settle, token, trial, worker
+from modelworker_testing.executor_world import ALICE, BOB, Gate, error_of, reason_of, run, settle, step_of, token, trial, worker
 
 # -- retries --
 

@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.errors import PreconditionError, WorkerError
 from modelworker.worker.ticket import Answer

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from modelworker.worker.errors import PreconditionError, PreconditionReason, StepIdReusedError
 from modelworker.worker.fencing import NOBODY, Fence
 

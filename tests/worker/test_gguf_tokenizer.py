@@ -8,6 +8,9 @@ import pytest
 from gguf import TokenType
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from transformers import AutoTokenizer
+
 from modelworker.worker.gguf_tokenizer import STYLES, merges_from_scores
 from modelworker_testing.gguf_files import (
     CORPUS,
@@ -20,8 +23,6 @@ from modelworker_testing.gguf_files import (
     sentencepiece_fields,
     tiny_model,
 )
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,9 @@ import torch
 from gguf import GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
 from modelworker.worker.gguf_rope import llama3_factors
 from modelworker.worker.gguf_weights import rotated_row_order
 from modelworker.worker.import_gguf import import_gguf
@@ -28,8 +31,6 @@ from modelworker_testing.gguf_files import (
     recipe_of,
     tiny_model,
 )
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from modelworker_testing.worker_process import WorkerProcess, worker_process
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +13,7 @@ from modelworker.worker.client import Client
 from modelworker.worker.client_session import FencedSession
 from modelworker.worker.scheduler import Scheduler
 from modelworker.worker.scheduler_types import Request, RequestPreempted, SchedulerSettings
+from modelworker_testing.worker_process import WorkerProcess, worker_process
 
 PROMPTS_FILE = Path(__file__).parents[1] / "data" / "prompts.json"
 NUM_TOKENS = 48
@@ -73,10 +73,10 @@ def generate(worker: WorkerProcess, prompts: list[Tokens], settings: SchedulerSe
     with Client(worker.address) as client:
         session = FencedSession(client)
         scheduler = Scheduler(session, settings)
-        ids = [
-            scheduler.add(Request(prompt_ids=prompt, max_tokens=NUM_TOKENS, stop_token_ids=frozenset())) for prompt in prompts
-        ]
-        finished = scheduler.run_until_idle(lambda event: preemptions.append(event) if isinstance(event, RequestPreempted) else None)
+        ids = [scheduler.add(Request(prompt_ids=prompt, max_tokens=NUM_TOKENS, stop_token_ids=frozenset())) for prompt in prompts]
+        finished = scheduler.run_until_idle(
+            lambda event: preemptions.append(event) if isinstance(event, RequestPreempted) else None
+        )
         session.release()
     assert all(finished[request_id].error == "" for request_id in ids)
     outputs = [finished[request_id].output_ids for request_id in ids]

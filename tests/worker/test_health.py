@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from modelworker.worker.errors import FatalEngineError
 from modelworker.worker.server import ExitCode
 from modelworker.worker.settings import ServerSettings, WorkerSettings

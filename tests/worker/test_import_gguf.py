@@ -10,13 +10,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
 from modelworker.worker.cli import main
 from modelworker.worker.errors import CheckpointError, SetupError
 from modelworker.worker.import_gguf import import_gguf
 from modelworker.worker.progress import LogProgress
 from modelworker_testing.gguf_files import Recipe, add_field, byte_level_source, imported, load, recipe_of, tiny_model
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import InvalidStepError, PreconditionError, PreconditionReason, Violation, WorkerError
@@ -293,13 +294,22 @@ def test_every_worker_error_has_a_row_in_the_table():
 async def test_log_lines_of_a_call_carry_step_epoch_tag_and_trace_but_no_token_ids(capfd: pytest.CaptureFixture[str]):
     trace = "0af7651916cd43dd8448eb211c80319c"
     async with running_server() as running:
-        request = step_request([987654], worker_epoch=3, router_id=1, step_id=12, client_tag=34, traceparent=f"00-{trace}-b7ad6b7169203331-01")
+        request = step_request(
+            [987654], worker_epoch=3, router_id=1, step_id=12, client_tag=34, traceparent=f"00-{trace}-b7ad6b7169203331-01"
+        )
         await refused(running.stub.ExecuteStep(request), grpc.StatusCode.INVALID_ARGUMENT)
         metadata = (("traceparent", f"00-{trace[::-1]}-b7ad6b7169203331-01"),)
         await refused(running.stub.ExecuteStep(step_request([-5]), metadata=metadata), grpc.StatusCode.INVALID_ARGUMENT)
     log = capfd.readouterr().err
     first, second = (line for line in log.splitlines() if "call refused" in line)
-    for part in ('"step_id": 12', '"epoch": 3', '"client_tag": 34', f'"trace_id": "{trace}"', '"method": "ExecuteStep"', "token_ids[0]"):
+    for part in (
+        '"step_id": 12',
+        '"epoch": 3',
+        '"client_tag": 34',
+        f'"trace_id": "{trace}"',
+        '"method": "ExecuteStep"',
+        "token_ids[0]",
+    ):
         assert part in first
     assert f'"trace_id": "{trace[::-1]}"' in second
     assert "987654" not in log

@@ -14,7 +14,10 @@ BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 2
 
 def choose(free_bytes: int = 2**30, max_model_len: int = 64, **settings: object) -> int:
     return choose_num_blocks(
-        KvCacheSettings(block_size=4, **settings), GEOMETRY, max_model_len=max_model_len, free_bytes=free_bytes  # type: ignore[arg-type]
+        KvCacheSettings(block_size=4, **settings),
+        GEOMETRY,
+        max_model_len=max_model_len,
+        free_bytes=free_bytes,  # type: ignore[arg-type]
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from google.protobuf import descriptor_pb2, json_format, message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2
+
 from modelworker.worker.settings import ServerSettings, WorkerSettings
 from modelworker_testing.serving import Running, async_test, running_server
 

@@ -20,11 +20,15 @@ VOCAB = 101
 def parameters(num_rows: int, **changes: Any) -> SamplingBatch:
     neutral: dict[str, tuple[float, Any]] = {
         "temperature": (0, np.float32), "top_k": (0, np.int32), "top_p": (1, np.float32), "min_p": (0, np.float32),
-        "seed": (0, np.uint64), "has_seed": (True, np.bool_), "num_logprobs": (-1, np.int32), "processed_logprobs": (False, np.bool_),
+        "seed": (0, np.uint64), "has_seed": (True, np.bool_), "num_logprobs": (-1, np.int32),
+        "processed_logprobs": (False, np.bool_),
     }  # fmt: skip
-    return SamplingBatch(**{
-        name: np.broadcast_to(np.array(changes.get(name, value), dtype), (num_rows,)).copy() for name, (value, dtype) in neutral.items()
-    })
+    return SamplingBatch(
+        **{
+            name: np.broadcast_to(np.array(changes.get(name, value), dtype), (num_rows,)).copy()
+            for name, (value, dtype) in neutral.items()
+        }
+    )
 
 
 def run(logits: Tensor, batch: SamplingBatch, positions: Any = 5) -> Samples:
@@ -57,12 +61,14 @@ def logits_rows(num_rows: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-FILTERS = st.fixed_dictionaries({
-    "temperature": st.sampled_from([0.0, 1e-5, 0.3, 0.8, 1.0, 2.5]),
-    "top_k": st.sampled_from([0, 1, 2, 7, VOCAB, VOCAB + 50]),
-    "top_p": st.sampled_from([1.0, 0.9, 0.5, 0.05]),
-    "min_p": st.sampled_from([0.0, 0.05, 0.4, 0.99]),
-})
+FILTERS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 1e-5, 0.3, 0.8, 1.0, 2.5]),
+        "top_k": st.sampled_from([0, 1, 2, 7, VOCAB, VOCAB + 50]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.5, 0.05]),
+        "min_p": st.sampled_from([0.0, 0.05, 0.4, 0.99]),
+    }
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,7 +92,9 @@ def test_every_row_of_a_mixed_batch_draws_the_token_that_its_own_definition_give
             number = uniforms(batch.seed[[index]], np.array([index], np.uint64))[0]
             cumulated = expected.cumsum()
             # fp32 probabilities: a number that close to a boundary may fall on either side.
-            near = np.flatnonzero((cumulated > number - 1e-5) & (np.concatenate(([0], cumulated[:-1])) < number + 1e-5) & (expected > 0))
+            near = np.flatnonzero(
+                (cumulated > number - 1e-5) & (np.concatenate(([0], cumulated[:-1])) < number + 1e-5) & (expected > 0)
+            )
             assert token in near
         if expected[token] > 0:
             assert samples.logprobs[index] == pytest.approx(math.log(expected[token]), abs=2e-3)

@@ -17,6 +17,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_ModelWorkerServicer_to_server
 from modelworker.worker.client import Client, WorkerCallError
@@ -402,9 +403,7 @@ def test_sequences_are_preempted_when_blocks_run_out_youngest_first_and_end_as_i
 
 
 @pytest.mark.parametrize("max_blocks", [15, 16, 17])
-def test_a_young_sequence_that_was_chosen_to_decode_gives_way_to_the_prompt_of_an_older_one(
-    served: Served, max_blocks: int
-) -> None:
+def test_a_young_sequence_chosen_to_decode_gives_way_to_the_prompt_of_an_older_one(served: Served, max_blocks: int) -> None:
     worker = ChainWorker()
     arrivals = [(0, endless(40, 5)), (0, endless(3, 40, 3))]
     finished, events = run(served, worker, SchedulerSettings(max_blocks=max_blocks, prefill_chunk=1), arrivals)

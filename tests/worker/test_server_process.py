@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto import model_worker_pb2_grpc
 from modelworker_testing.serving import NOT_SERVING, SERVING, step_request
@@ -30,7 +31,15 @@ class Worker:
         self.port_file = directory / "port"
         self.log_path = directory / "log"
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(SUPPORT)}
-        command = [sys.executable, "-m", "modelworker_testing.sum_worker", "--port-file", str(self.port_file), "--log-format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "modelworker_testing.sum_worker",
+            "--port-file",
+            str(self.port_file),
+            "--log-format",
+            "json",
+        ]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--port", "0", *flags], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
@@ -179,3 +188,27 @@ def test_the_chosen_port_is_printed_and_all_log_lines_are_json(tmp_path: Path):
         assert running.end()[0] == 0
         assert running.process.stdout.read() == f"modelworker: listening on 127.0.0.1:{running.port}\n"
         assert running.events()[0] == "listening"
+
+
+def test_on_a_terminal_start_up_is_a_progress_line_and_logs_are_coloured_text(tmp_path: Path):
+    controller, terminal = os.openpty()
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(SUPPORT)}
+    port_file = tmp_path / "port"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "modelworker_testing.sum_worker", "--port", "0", "--port-file", str(port_file)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    shown = b""
+    while b" ready" not in shown:
+        shown += os.read(controller, 4096)
+    process.terminate()
+    assert process.wait(20) == 0
+    os.close(controller)
+    text = shown.decode()
+    assert "loading weights [" in text
+    assert "loading weights: 0." in text
+    assert "\x1b[32m" in text
+    assert not text.startswith("{")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+
 from modelworker.worker.telemetry import configure_logging, trace_id_of
 
 
@@ -71,7 +72,10 @@ def test_the_console_shows_exceptions_without_local_variables():
     assert "\x1b[" in stream.getvalue()
 
 
-@pytest.mark.parametrize(("log_format", "stream", "is_json"), [("auto", io.StringIO(), True), ("console", io.StringIO(), False), ("json", Terminal(), True)])
+@pytest.mark.parametrize(
+    ("log_format", "stream", "is_json"),
+    [("auto", io.StringIO(), True), ("console", io.StringIO(), False), ("json", Terminal(), True)],
+)
 def test_the_format_is_the_one_asked_for_and_json_where_there_is_no_terminal(log_format: str, stream: io.StringIO, is_json: bool):
     configure_logging(log_format=log_format, log_level="info", stream=stream)
     structlog.get_logger("a").info("hello")

@@ -1,6 +1,7 @@
 import io
 
 import pytest
+
 from modelworker.worker.stage import StageTracker
 from modelworker.worker.terminal import TerminalProgress, format_bytes, format_table, progress_line
 

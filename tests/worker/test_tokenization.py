@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from modelworker.worker.errors import SetupError
-from modelworker.worker.tokenization import TextTokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+
+from modelworker.worker.errors import SetupError
+from modelworker.worker.tokenization import TextTokenizer
 
 
 def byte_level_tokenizer() -> Tokenizer:

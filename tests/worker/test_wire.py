@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.description import WorkerDescription

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import CAPABILITIES, parse_step

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.message import Message
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import (
     GraphExecution,

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, event, given, settings
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import parse_step

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,22 @@ from modelworker.worker.startup import build_engine
 from modelworker.worker.wire import parse_step
 
 
-def tiny_settings(model: Path, **kv_cache: Any) -> WorkerSettings:
+def tiny_settings(model: Path) -> WorkerSettings:
     """The sizes of the tiny model of the tests: block size 4, 32 blocks."""
     return WorkerSettings(
         model=ModelSettings(model=str(model)),
-        kv_cache=KvCacheSettings(**{"block_size": 4, "num_blocks": 32, **kv_cache}),
+        kv_cache=KvCacheSettings(block_size=4, num_blocks=32),
         step=StepSettings(max_sequences=8, max_tokens_per_step=64),
         device=DeviceSettings(device="cpu", threads=1),
     )
 
 
 @contextlib.contextmanager
-def engine_of(model: Path, **kv_cache: Any) -> Iterator[Engine]:
+def engine_of(model: Path, settings: Callable[[Path], WorkerSettings] = tiny_settings) -> Iterator[Engine]:
     """Builds an engine, and leaves torch and the garbage collector as they were."""
     num_threads = torch.get_num_threads()
     try:
-        yield build_engine(tiny_settings(model, **kv_cache), LogProgress(), Counters())
+        yield build_engine(settings(model), LogProgress(), Counters())
     finally:
         torch.set_num_threads(num_threads)
         gc.unfreeze()

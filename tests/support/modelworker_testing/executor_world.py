@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+
 from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult, StepTimings
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import (

@@ -10,12 +10,13 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, TokenType
-from modelworker.worker.gguf_tokenizer import STYLES
-from modelworker.worker.import_gguf import ImportSummary, import_gguf
-from modelworker.worker.progress import LogProgress
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from modelworker.worker.gguf_tokenizer import STYLES
+from modelworker.worker.import_gguf import ImportSummary, import_gguf
+from modelworker.worker.progress import LogProgress
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1234567 times faster, isn't it?",

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from modelworker.worker.models import (
     AttentionMetadata,
     CausalLM,
@@ -14,7 +16,6 @@ from modelworker.worker.models import (
     load_model_config,
     load_weights,
 )
-from torch import Tensor
 
 VOCAB_SIZE = 101
 BLOCK_SIZE = 4

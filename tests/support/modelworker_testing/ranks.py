@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from modelworker.worker.models import TensorParallel
 from modelworker.worker.models.embedding import ParallelLMHead, VocabParallelEmbedding
 from modelworker.worker.models.linear import ColumnParallelLinear, RowParallelLinear
-
 from modelworker_testing.paged_runs import load_ours, our_logits, random_prompt
 
 TIMEOUT = datetime.timedelta(seconds=60)

@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto import model_worker_pb2_grpc
 from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import GraphMode
 from modelworker.worker.description import (

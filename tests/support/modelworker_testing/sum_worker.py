@@ -1,4 +1,4 @@
-"""A worker process around a `SumEngine`: `python -m modelworker_testing.sum_worker`, with the flags of `modelworker serve` and its own."""
+"""A worker process around a `SumEngine`, with the flags of `modelworker serve` and some of its own."""
 
 import sys
 import time

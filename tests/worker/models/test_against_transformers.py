@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from modelworker.worker.models import AttentionMetadata, Checkpoint, build_model, load_model_config, load_weights
 from modelworker_testing.paged_runs import PagedCache, load_ours, our_logits, random_prompt, run_ours
 from modelworker_testing.tiny_models import ARCHITECTURES, make_reference, reference_logits, save_reference

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from modelworker.worker.errors import CheckpointError
 from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.models.registry import load_model_config

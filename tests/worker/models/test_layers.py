@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.models import TensorParallel, build_model, load_model_config
 from modelworker.worker.models.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -19,7 +21,6 @@ from modelworker.worker.models.linear import (
 from modelworker_testing.paged_runs import load_ours, our_logits, random_prompt
 from modelworker_testing.ranks import layer_outputs, model_logits, run_on_ranks
 from modelworker_testing.tiny_models import save_reference
-from torch import Tensor, nn
 
 
 def _mlp(tp_size: int) -> tuple[MergedColumnParallelLinear, RowParallelLinear]:

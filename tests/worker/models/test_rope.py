@@ -7,6 +7,9 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from modelworker.worker.models.causal_lm import AttentionMetadata
 from modelworker.worker.models.rope import (
     DynamicRotaryEmbedding,
@@ -16,8 +19,6 @@ from modelworker.worker.models.rope import (
     make_rotary_embedding,
 )
 from modelworker.worker.models.rope_config import RopeConfig
-from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def reference(parameters: dict[str, Any], *, head_dim: int, max_position: int, seq_len: int | None = None) -> tuple[Tensor, float]:

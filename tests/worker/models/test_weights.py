@@ -14,6 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from modelworker.worker.errors import CheckpointError
 from modelworker.worker.models import (
     CausalLM,
@@ -26,8 +29,6 @@ from modelworker.worker.models import (
 )
 from modelworker_testing.paged_runs import load_ours, our_logits, random_prompt
 from modelworker_testing.tiny_models import make_reference, reference_logits, save_reference
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 CLOSE = {"atol": 2e-4, "rtol": 2e-4}
 CPU = torch.device("cpu")
