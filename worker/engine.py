@@ -24,7 +24,6 @@ from modelworker.worker.batch import (
     StepTimings,
     UInt64Array,
 )
-from modelworker.worker.counters import Counters
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import AttentionMetadata, CausalLM
@@ -43,14 +42,11 @@ class _StagedStep:
 class Engine:
     """A loaded model with its KV cache, ready to execute steps."""
 
-    def __init__(
-        self, *, model: CausalLM, kv_cache: KvCache, description: WorkerDescription, device: torch.device, counters: Counters
-    ) -> None:
+    def __init__(self, *, model: CausalLM, kv_cache: KvCache, description: WorkerDescription, device: torch.device) -> None:
         self.description = description
         self.model = model
         self.kv_cache = kv_cache
         self._device = device
-        self.counters = counters
         # Seeds of the rows whose seed the router leaves open.
         self._open_seeds = np.random.default_rng()
 
@@ -68,7 +64,6 @@ class Engine:
             hidden_finite = self._finite_rows(batch, hidden)
             sampled = time.monotonic_ns()
         result = _assemble(batch, sampled_rows, samples, hidden_finite, self.description.kv_cache.block_size)
-        self._count(batch, result)
         timings = StepTimings(prepare_ns=prepared - begun, forward_ns=forwarded - prepared, sample_ns=sampled - forwarded)
         return dataclasses.replace(result, timings=timings)
 
@@ -109,13 +104,6 @@ class Engine:
             return np.ones(0, np.bool_)
         finite = torch.isfinite(hidden).all(-1).numpy(force=True)
         return np.logical_and.reduceat(finite, batch.query_starts[:-1])
-
-    def _count(self, batch: StepBatch, result: StepResult) -> None:
-        self.counters.increment("steps_total", mode=result.graph.mode.name, reason=result.graph.fallback_reason)
-        self.counters.increment("step_tokens_total", batch.num_tokens)
-        self.counters.increment("sampled_tokens_total", len(result.sampled_ids))
-        for failure in result.sequence_errors:
-            self.counters.increment("sequence_errors_total", code=failure.code.name)
 
 
 def _parameters_of(sampling: SamplingBatch, rows: IndexArray) -> SamplingBatch:

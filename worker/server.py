@@ -161,7 +161,7 @@ class WorkerServer:
         except SetupError:
             raise
         except Exception as error:
-            self._log.error("start-up failed", stage=str(self._stage), exc_info=error)
+            self._log.error("start-up failed", exc_info=error)
             raise SetupError(f"start-up failed: {type(error).__name__}: {error} (the log has the details)") from error
 
     async def _serve(self) -> ExitCode:

@@ -72,7 +72,7 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             degradations=degradations,
             versions=_versions(),
         )
-        engine = Engine(model=model, kv_cache=kv_cache, description=description, device=device, counters=counters)
+        engine = Engine(model=model, kv_cache=kv_cache, description=description, device=device)
         report = warm_up_and_check(engine, progress)
     engine.description = dataclasses.replace(
         description,

@@ -253,8 +253,16 @@ class StepQueue:
         with self._work:
             self._fence.finish(step.batch, answer, num_bytes)
             self._last_step_ns = time.monotonic_ns() - self._running_since_ns
-            self._counters.increment("steps_executed_total", sequenced=str(step.batch.is_sequenced).lower())
             self._tell([(self._forget(step), answer)])
+        self._count(step.batch, result)
+
+    def _count(self, batch: StepBatch, result: StepResult) -> None:
+        self._counters.increment("steps_executed_total", sequenced=str(batch.is_sequenced).lower())
+        self._counters.increment("graph_executions_total", mode=result.graph.mode.name, fallback=result.graph.fallback_reason)
+        self._counters.increment("tokens_total", batch.num_tokens)
+        self._counters.increment("sampled_tokens_total", len(result.sampled_ids))
+        for failure in result.sequence_errors:
+            self._counters.increment("sequence_errors_total", code=failure.code.name)
 
     def answer(self, control: Control, outcome: object) -> None:
         """Answers a call that is no step."""

@@ -172,7 +172,6 @@ def test_a_row_with_nan_gets_an_error_and_no_token_and_its_neighbours_are_untouc
             tables=[[1], [20, 12, 6], [3]], sampling=StepSampling(temperature=[0, 0.7, 0.7], seed=[1, 2, 3], has_seed=[True] * 3),
         )  # fmt: skip
 
-    before = poisoned.counters.snapshot().get('sequence_errors_total{code="NON_FINITE_LOGITS"}', 0)
     clean, failed = run(8), run(7)
     assert clean.sampled_counts.tolist() == [1, 1, 1]
     assert failed.sampled_counts.tolist() == [1, 0, 1]
@@ -180,7 +179,6 @@ def test_a_row_with_nan_gets_an_error_and_no_token_and_its_neighbours_are_untouc
     assert [(failure.index, failure.code) for failure in failed.sequence_errors] == [(1, SequenceErrorCode.NON_FINITE_LOGITS)]
     # The row's 5 tokens lie in the first two blocks of its table; the third is not in use.
     assert failed.tainted_block_ids.tolist() == [12, 20]
-    assert poisoned.counters.snapshot()['sequence_errors_total{code="NON_FINITE_LOGITS"}'] == before + 1
 
 
 def test_a_row_that_samples_nothing_is_reported_when_its_kv_can_not_be_trusted(poisoned: Engine) -> None:

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -202,13 +204,21 @@ def test_on_a_terminal_start_up_is_a_progress_line_and_logs_are_coloured_text(tm
     )
     os.close(terminal)
     shown = b""
-    while b" ready" not in shown:
-        shown += os.read(controller, 4096)
-    process.terminate()
-    assert process.wait(20) == 0
-    os.close(controller)
+    try:
+        while b"] ready " not in _without_colours(shown):
+            assert select.select([controller], [], [], 20)[0], shown
+            shown += os.read(controller, 4096)
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        os.close(controller)
     text = shown.decode()
     assert "loading weights [" in text
     assert "loading weights: 0." in text
     assert "\x1b[32m" in text
     assert not text.startswith("{")
+
+
+def _without_colours(text: bytes) -> bytes:
+    return re.sub(rb"\x1b\[[0-9;]*m", b"", text)
