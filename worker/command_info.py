@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 
 from google.protobuf import json_format
 
@@ -13,6 +14,7 @@ from modelworker.worker.terminal import format_bytes, format_table
 
 _EXIT_OK = 0
 _EXIT_FAILED = 1
+_MAX_VALUE_CHARACTERS = 90
 
 _Section = tuple[str, list[tuple[str, str]]]
 
@@ -47,12 +49,11 @@ def format_info(info: WorkerInfo) -> str:
     sections = [_state(info), _model(info), _kv_cache(info), _limits(info), _execution(info), _checks(info)]
     sections.append(("versions", sorted(info.versions.items())))
     sections.append(("counters", [(key, f"{value:,}") for key, value in sorted(info.counters.items())]))
-    width = max(len(name) for _, rows in sections for name, _ in rows if rows)
+    # The names of counters are long: each block has columns of its own.
     blocks = []
     for title, rows in sections:
         if rows:
-            table = format_table([(name.ljust(width), value) for name, value in rows])
-            blocks.append("\n".join([title, *(f"  {line}" for line in table.splitlines())]))
+            blocks.append("\n".join([title, *(f"  {line}" for line in format_table(rows).splitlines())]))
     return "\n\n".join(blocks)
 
 
@@ -117,8 +118,13 @@ def _execution(info: WorkerInfo) -> _Section:
         ("graphs", f"{execution.graph_mode}, {len(execution.captured)} captured"),
         *(("", _captured(size)) for size in execution.captured),
         ("tensor parallel", str(execution.tensor_parallel_size)),
-        ("capabilities", ", ".join(info.capabilities) or "none"),
+        *_wrapped("capabilities", ", ".join(info.capabilities) or "none"),
     ]
+
+
+def _wrapped(name: str, text: str) -> list[tuple[str, str]]:
+    first, *others = textwrap.wrap(text, _MAX_VALUE_CHARACTERS)
+    return [(name, first), *(("", other) for other in others)]
 
 
 def _captured(size: pb.CapturedSize) -> str:
