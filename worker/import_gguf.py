@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from modelworker.worker.errors import SetupError
-from modelworker.worker.gguf_config import generation_config, model_config, read_geometry
-from modelworker.worker.gguf_file import GgufFile
-from modelworker.worker.gguf_tokenizer import STYLES, build_tokenizer, tokenizer_config
-from modelworker.worker.gguf_weights import plan_weights, write_weights
+from modelworker.worker.gguf.config import generation_config, model_config, read_geometry
+from modelworker.worker.gguf.file import GgufFile
+from modelworker.worker.gguf.tokenizer import STYLES, build_tokenizer, tokenizer_config
+from modelworker.worker.gguf.weights import plan_weights, write_weights
 from modelworker.worker.progress import LogProgress, Progress
 from modelworker.worker.terminal import TerminalProgress
 

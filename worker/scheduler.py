@@ -24,7 +24,7 @@ from modelworker.worker.client import (
     WorkerInfo,
     build_step,
 )
-from modelworker.worker.client_session import FencedSession
+from modelworker.worker.client.session import FencedSession
 from modelworker.worker.scheduler_types import (
     BlockOrder,
     Event,

@@ -15,7 +15,7 @@ FOLDERS = ("compiler", "graphs", "ops", "proto", "worker")
 
 # The modules that speak gRPC or handle its messages; a `_` after the name stands for the parts of a split module.
 EDGE = re.compile(
-    r"modelworker\.worker\.(server|servicer|wire|wire_\w+|interceptor|health|reflection|client|client_\w+|payload|recording|cli|command_\w+)"
+    r"modelworker\.worker\.(server|servicer|wire(\.\w+)?|interceptor|health|reflection|client(\.\w+)?|payload|recording|cli|command_\w+)"
 )
 STRUCTLOG = {f"modelworker.worker.{name}" for name in ("cli", "server", "interceptor", "telemetry")}
 # `serve` answers liveness before torch is loaded: it loads start-up by name, on the engine thread.
@@ -23,7 +23,7 @@ IMPORTLIB = {"modelworker.worker.cli", "modelworker.worker.command_serve"}
 # What models share with the worker around them.
 WORKER_MODULES_FOR_MODELS = {"modelworker.worker.errors", "modelworker.worker.progress"}
 HOT = re.compile(
-    r"modelworker\.(ops(\..*)?|graphs(\..*)?|worker\.(models\..*|engine|executor|step_queue|fencing|servicer|wire(_\w+)?|interceptor|batch"
+    r"modelworker\.(ops(\..*)?|graphs(\..*)?|worker\.(models\..*|engine|executor|step_queue|fencing|servicer|wire(\.\w+)?|interceptor|batch"
     r"|buffers|stage|kv_cache|sampling|random_numbers|counters))"
 )
 # Loaded on a bare GPU machine, which has torch but neither gRPC nor structlog.

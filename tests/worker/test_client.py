@@ -42,8 +42,8 @@ from modelworker.worker.client import (
     build_step,
     decode_answer,
 )
-from modelworker.worker.client_errors import error_of_code
-from modelworker.worker.client_session import AsyncFencedSession, FencedSession, StepPendingError
+from modelworker.worker.client.errors import error_of_code
+from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
 from modelworker.worker.errors import Violation
 from modelworker.worker.settings import ServerSettings, WorkerSettings
 from modelworker_testing.serving import VOCAB_SIZE, Gate, Running, async_test, running_server
@@ -85,7 +85,7 @@ def served_in_thread(settings: WorkerSettings | None = None) -> Iterator[Running
 # -- imports -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["client", "client_session", "scheduler"])
+@pytest.mark.parametrize("module", ["client", "client.session", "scheduler"])
 def test_a_router_that_imports_the_client_gets_neither_torch_nor_structlog(module: str) -> None:
     code = (
         f"import sys, modelworker.worker.{module}; "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modelworker.worker.batch import GraphMode, SequenceErrorCode, StepResult
-from modelworker.worker.client_step import StepSampling
+from modelworker.worker.client.step import StepSampling
 from modelworker.worker.engine import Engine
 from modelworker_testing.checkpoints import save_table_model, save_tiny
 from modelworker_testing.engines import engine_of, execute

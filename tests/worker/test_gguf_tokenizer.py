@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from transformers import AutoTokenizer
 
-from modelworker.worker.gguf_tokenizer import STYLES, merges_from_scores
+from modelworker.worker.gguf.tokenizer import STYLES, merges_from_scores
 from modelworker_testing.gguf_files import (
     CORPUS,
     TEXTS,

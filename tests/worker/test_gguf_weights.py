@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from modelworker.worker.gguf_rope import llama3_factors
-from modelworker.worker.gguf_weights import rotated_row_order
+from modelworker.worker.gguf.rope import llama3_factors
+from modelworker.worker.gguf.weights import rotated_row_order
 from modelworker.worker.import_gguf import import_gguf
 from modelworker.worker.progress import LogProgress
 from modelworker_testing.gguf_files import (

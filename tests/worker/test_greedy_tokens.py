@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from modelworker.worker.client import Client
-from modelworker.worker.client_session import FencedSession
+from modelworker.worker.client.session import FencedSession
 from modelworker.worker.scheduler import Scheduler
 from modelworker.worker.scheduler_types import Request, RequestPreempted, SchedulerSettings
 from modelworker_testing.worker_process import WorkerProcess, worker_process

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_ModelWorkerServicer_to_server
 from modelworker.worker.client import Client, WorkerCallError
-from modelworker.worker.client_session import FencedSession
+from modelworker.worker.client.session import FencedSession
 from modelworker.worker.scheduler import BlockAllocator, Scheduler
 from modelworker.worker.scheduler_types import (
     Event,

@@ -8,8 +8,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import CAPABILITIES, parse_step
-from modelworker.worker.wire_capabilities import FIELD_CAPABILITIES, RPC_CAPABILITIES
-from modelworker.worker.wire_unbuilt import NEUTRAL_VALUES, REQUIRED_FIELDS
+from modelworker.worker.wire.capabilities import FIELD_CAPABILITIES, RPC_CAPABILITIES
+from modelworker.worker.wire.unbuilt import NEUTRAL_VALUES, REQUIRED_FIELDS
 from modelworker_testing.steps import describe_worker, step_request
 
 STEP_FIELDS = pb.ExecuteStepRequest.DESCRIPTOR.fields

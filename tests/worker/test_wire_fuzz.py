@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, event, given, settings
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import parse_step
-from modelworker.worker.wire_violations import Violations
+from modelworker.worker.wire.violations import Violations
 from modelworker_testing.steps import describe_worker, is_valid, mutated_requests, token_places, valid_requests, varint
 
 WORKER = describe_worker()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from modelworker.worker.batch import StepResult
-from modelworker.worker.client_step import build_step
+from modelworker.worker.client.step import build_step
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.progress import LogProgress

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from modelworker.worker.gguf_tokenizer import STYLES
+from modelworker.worker.gguf.tokenizer import STYLES
 from modelworker.worker.import_gguf import ImportSummary, import_gguf
 from modelworker.worker.progress import LogProgress
 

@@ -1,7 +1,7 @@
 """What this worker implements of the protocol's optional rpcs and fields, by the names that `WorkerInfo.capabilities` carries.
 
 A field is named by its path in `ExecuteStepRequest`. A field that is neither required nor named here is refused when it is set
-(`wire_checks.check_unbuilt`), so what a worker promises and what it accepts can't drift apart.
+(`unbuilt`), so what a worker promises and what it accepts can't drift apart.
 """
 
 RPC_CAPABILITIES: tuple[str, ...] = ("GetWorkerInfo", "ExecuteStep", "ResetKvCache")

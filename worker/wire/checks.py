@@ -13,8 +13,8 @@ import numpy as np
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import BoolArray, Int32Array, Int64Array
 from modelworker.worker.description import WorkerDescription
-from modelworker.worker.wire_unbuilt import refuse_unbuilt_fields
-from modelworker.worker.wire_violations import Violations, check_length, check_optional_length
+from modelworker.worker.wire.unbuilt import refuse_unbuilt_fields
+from modelworker.worker.wire.violations import Violations, check_length, check_optional_length
 
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 

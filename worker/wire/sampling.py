@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import BoolArray, SamplingBatch
-from modelworker.worker.wire_violations import Violations, check_optional_length
+from modelworker.worker.wire.violations import Violations, check_optional_length
 
 _MIN_TEMPERATURE = np.float32(1e-5)
 _MAX_NUM_LOGPROBS = 20

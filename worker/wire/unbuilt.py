@@ -3,8 +3,8 @@
 import numpy as np
 from google.protobuf.message import Message
 
-from modelworker.worker.wire_capabilities import FIELD_CAPABILITIES
-from modelworker.worker.wire_violations import Violations, check_optional_length
+from modelworker.worker.wire.capabilities import FIELD_CAPABILITIES
+from modelworker.worker.wire.violations import Violations, check_optional_length
 
 REQUIRED_FIELDS = frozenset({"query_lens", "context_lens", "token_ids", "block_counts", "block_ids"})
 

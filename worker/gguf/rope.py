@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from modelworker.worker.errors import CheckpointError
-from modelworker.worker.gguf_file import GgufFile
+from modelworker.worker.gguf.file import GgufFile
 
 _PREFIX = "llama.rope.scaling"
 _FACTORS = "rope_freqs.weight"

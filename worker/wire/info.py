@@ -6,7 +6,7 @@ from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import GraphMode
 from modelworker.worker.description import ExecutionDescription, KvCacheDescription, ModelDescription, StepLimits, WorkerDescription
 from modelworker.worker.fencing import FenceState
-from modelworker.worker.wire_capabilities import CAPABILITIES
+from modelworker.worker.wire.capabilities import CAPABILITIES
 
 
 def encode_worker_info(description: WorkerDescription, state: FenceState, counters: Mapping[str, int]) -> pb.WorkerInfo:

@@ -12,8 +12,9 @@ from contextlib import suppress
 
 import grpc
 
-from modelworker.worker.client import AsyncClient, Client, ExecuteStepRequest, StepAnswer, WorkerInfo
-from modelworker.worker.client_errors import (
+from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
+from modelworker.worker.client.connection import AsyncClient, Client
+from modelworker.worker.client.errors import (
     CallDeadlineError,
     KvCacheLostError,
     WorkerBusyError,
@@ -21,6 +22,7 @@ from modelworker.worker.client_errors import (
     WorkerFaultError,
     WorkerUnavailableError,
 )
+from modelworker.worker.client.step import StepAnswer
 
 DEFAULT_PATIENCE_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 0.05

@@ -1,12 +1,4 @@
-"""A small client for routers and tests: `Client` and `AsyncClient`, alike but for the transport.
-
-    with Client("127.0.0.1:50051") as client:
-        client.wait_ready(timeout=60)
-        info = client.info()
-        answer = client.execute(build_step(query_lens=[1], context_lens=[0], token_ids=[1], block_counts=[1], block_ids=[1]))
-
-Errors are those of `client_errors`. Steps in order, with safe retries: `client_session`. Needs neither torch nor structlog.
-"""
+"""The connection to a worker: `Client` and `AsyncClient`, alike but for the transport."""
 
 import asyncio
 import time
@@ -22,47 +14,12 @@ from grpc_health.v1 import health_pb2
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
-from modelworker.worker.client_errors import (
-    CallDeadlineError,
-    InvalidRequestError,
-    KvCacheLostError,
-    NotImplementedByWorkerError,
-    PreconditionFailedError,
-    StepConflictError,
-    StepOutOfOrderError,
-    WorkerBusyError,
+from modelworker.worker.client.errors import (
     WorkerCallError,
-    WorkerFaultError,
-    WorkerOwnedError,
     WorkerUnavailableError,
     worker_errors,
 )
-from modelworker.worker.client_step import RowError, StepAnswer, StepLogprobs, StepSampling, build_step, decode_answer
-
-__all__ = [
-    "AsyncClient",
-    "CallDeadlineError",
-    "Client",
-    "ExecuteStepRequest",
-    "InvalidRequestError",
-    "KvCacheLostError",
-    "NotImplementedByWorkerError",
-    "PreconditionFailedError",
-    "RowError",
-    "StepAnswer",
-    "StepConflictError",
-    "StepLogprobs",
-    "StepOutOfOrderError",
-    "StepSampling",
-    "WorkerBusyError",
-    "WorkerCallError",
-    "WorkerFaultError",
-    "WorkerInfo",
-    "WorkerOwnedError",
-    "WorkerUnavailableError",
-    "build_step",
-    "decode_answer",
-]
+from modelworker.worker.client.step import StepAnswer, decode_answer
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 READINESS = "readiness"

@@ -8,8 +8,8 @@ import gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from modelworker.worker.errors import CheckpointError
-from modelworker.worker.gguf_config import special_token_id
-from modelworker.worker.gguf_file import GgufFile
+from modelworker.worker.gguf.config import special_token_id
+from modelworker.worker.gguf.file import GgufFile
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,28 +1,15 @@
-"""The edge between protocol and worker: requests become checked batches, results become answers.
-
-Everything that comes from outside is looked at here (`parse_*`), and nowhere further in; what leaves is written here (`encode_*`).
-"""
+"""A step's request becomes a checked batch, and its result an answer."""
 
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import SampledLogprobs, StepBatch, StepResult
 from modelworker.worker.description import WorkerDescription
-from modelworker.worker.wire_capabilities import CAPABILITIES
-from modelworker.worker.wire_checks import CHECKS, StepFields
-from modelworker.worker.wire_content import MessageSchema, digest_without, refuse_unknown_fields
-from modelworker.worker.wire_info import encode_worker_info, graph_mode_name
-from modelworker.worker.wire_sampling import parse_sampling
-from modelworker.worker.wire_violations import Violations
-
-__all__ = [
-    "CAPABILITIES",
-    "encode_reset_kv_cache",
-    "encode_result",
-    "encode_worker_info",
-    "parse_reset_kv_cache",
-    "parse_step",
-]
+from modelworker.worker.wire.checks import CHECKS, StepFields
+from modelworker.worker.wire.content import MessageSchema, digest_without, refuse_unknown_fields
+from modelworker.worker.wire.info import graph_mode_name
+from modelworker.worker.wire.sampling import parse_sampling
+from modelworker.worker.wire.violations import Violations
 
 _STEP_SCHEMA = MessageSchema.of(pb.ExecuteStepRequest())
 _RESET_SCHEMA = MessageSchema.of(pb.ResetKvCacheRequest())

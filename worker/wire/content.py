@@ -12,7 +12,7 @@ from typing import NamedTuple
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from modelworker.worker.wire_violations import Violations
+from modelworker.worker.wire.violations import Violations
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 

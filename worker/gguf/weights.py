@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from modelworker.worker.errors import CheckpointError
-from modelworker.worker.gguf_config import Geometry
-from modelworker.worker.gguf_file import GgufFile
+from modelworker.worker.gguf.config import Geometry
+from modelworker.worker.gguf.file import GgufFile
 
 # Elements dequantized at a time: the importer's memory, whatever the size of the model.
 _CHUNK_ELEMENTS = 2**20

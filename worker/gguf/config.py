@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelworker.worker.errors import CheckpointError
-from modelworker.worker.gguf_file import GgufFile
-from modelworker.worker.gguf_rope import rope_scaling
+from modelworker.worker.gguf.file import GgufFile
+from modelworker.worker.gguf.rope import rope_scaling
 
 ARCHITECTURES = ("llama",)
 

@@ -1,0 +1,56 @@
+"""A small client for routers and tests: `Client` and `AsyncClient`, alike but for the transport.
+
+    with Client("127.0.0.1:50051") as client:
+        client.wait_ready(timeout=60)
+        info = client.info()
+        answer = client.execute(build_step(query_lens=[1], context_lens=[0], token_ids=[1], block_counts=[1], block_ids=[1]))
+
+Errors are those of `errors`. Steps in order, with safe retries: `FencedSession`. Needs neither torch nor structlog.
+"""
+
+from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
+from modelworker.worker.client.connection import AsyncClient, Client
+from modelworker.worker.client.errors import (
+    CallDeadlineError,
+    InvalidRequestError,
+    KvCacheLostError,
+    NotImplementedByWorkerError,
+    PreconditionFailedError,
+    StepConflictError,
+    StepOutOfOrderError,
+    WorkerBusyError,
+    WorkerCallError,
+    WorkerFaultError,
+    WorkerOwnedError,
+    WorkerUnavailableError,
+)
+from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
+from modelworker.worker.client.step import RowError, StepAnswer, StepLogprobs, StepSampling, build_step, decode_answer
+
+__all__ = [
+    "AsyncClient",
+    "AsyncFencedSession",
+    "CallDeadlineError",
+    "Client",
+    "ExecuteStepRequest",
+    "FencedSession",
+    "InvalidRequestError",
+    "KvCacheLostError",
+    "NotImplementedByWorkerError",
+    "PreconditionFailedError",
+    "RowError",
+    "StepAnswer",
+    "StepConflictError",
+    "StepLogprobs",
+    "StepOutOfOrderError",
+    "StepPendingError",
+    "StepSampling",
+    "WorkerBusyError",
+    "WorkerCallError",
+    "WorkerFaultError",
+    "WorkerInfo",
+    "WorkerOwnedError",
+    "WorkerUnavailableError",
+    "build_step",
+    "decode_answer",
+]

@@ -1,0 +1,1 @@
+"""Reading GGUF files: what `modelworker import-gguf` is made of."""

@@ -1,0 +1,17 @@
+"""The edge between protocol and worker: requests become checked batches, results become answers.
+
+Everything that comes from outside is looked at here (`parse_*`), and nowhere further in; what leaves is written here (`encode_*`).
+"""
+
+from modelworker.worker.wire.capabilities import CAPABILITIES
+from modelworker.worker.wire.info import encode_worker_info
+from modelworker.worker.wire.step import encode_reset_kv_cache, encode_result, parse_reset_kv_cache, parse_step
+
+__all__ = [
+    "CAPABILITIES",
+    "encode_reset_kv_cache",
+    "encode_result",
+    "encode_worker_info",
+    "parse_reset_kv_cache",
+    "parse_step",
+]
