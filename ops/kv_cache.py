@@ -1,8 +1,13 @@
 """Writing new keys and values into the paged KV cache."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
+from modelworker.ops.custom_op import CustomOp
 from modelworker.ops.library import register_op
+from modelworker.ops.op_settings import OpSettings
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> Tensor:
@@ -28,6 +33,22 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 def _store_kv_fake(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> Tensor:
     return key.new_empty(0)
+
+
+@CustomOp.register("store_kv", dynamic_arg_dims={"key": 0, "value": 0, "slots": 0})
+class StoreKv(CustomOp):
+    """Writes keys and values into the cache, as an op that a compiler doesn't look into: it would copy the cache."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, *, ops: OpSettings) -> None:
+        super().__init__(ops=ops)
+        self._op = torch.ops.modelworker.store_kv if ops.opaque_ops else store_kv
+
+    def forward_native(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> Tensor:
+        """Takes the arguments of `store_kv` and returns its empty tensor."""
+        order: Tensor = self._op(key, value, key_cache, value_cache, slots)
+        return order
 
 
 register_op(store_kv, mutates_args=("key_cache", "value_cache"), fake=_store_kv_fake)

@@ -4,10 +4,12 @@
 op defined and bound on a `Library` goes straight from the dispatcher to its implementation.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+import torch.compiler.config
 
 # Module-level state by design: an op lives as long as the library that defined it.
 LIBRARY: Final = torch.library.Library("modelworker", "FRAGMENT")
@@ -42,7 +44,18 @@ def register_op(
     library.define(op_name + schema, tags=tuple(tags))
     for dispatch_key in dispatch_keys:
         library.impl(op_name, implementation, dispatch_key=dispatch_key)
+    _tag_compiled_code(f"{library.ns}::{op_name}{schema}")
     torch.library.register_fake(f"{library.ns}::{op_name}", fake or _returns_nothing, lib=library)
+
+
+def _tag_compiled_code(schema: str) -> None:
+    """Makes a schema part of the key of torch's caches of compiled code.
+
+    They know an op by its name alone: code that was compiled when it wrote to nothing would be used again, unnoticed, after it has
+    become one that writes to its arguments.
+    """
+    tag = hashlib.sha256(f"{torch.compiler.config.cache_key_tag} {schema}".encode()).hexdigest()
+    torch.compiler.config.cache_key_tag = tag
 
 
 def _returns_nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -1,9 +1,13 @@
 """RMS normalization: y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019), computed in fp32 and rounded once."""
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
+import torch
+from torch import Tensor, nn
+
+from modelworker.ops.custom_op import CustomOp
 from modelworker.ops.library import register_op
+from modelworker.ops.op_settings import OpSettings
 
 
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,6 +44,30 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@CustomOp.register("rms_norm", dynamic_arg_dims={"x": 0, "residual": 0})
+class RMSNorm(CustomOp):
+    """The RMS norm with its weight, alone and together with the addition before it."""
+
+    __call__: Callable[..., Tensor]
+    weight: Tensor
+
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, ops: OpSettings) -> None:
+        super().__init__(ops=ops)
+        self.eps = eps
+        self.register_parameter("weight", nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False))
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """Hot path: adds x [num_tokens, size] to residual in place, and overwrites x with the normalized sum."""
+        self(x, residual)
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalizes x [..., size]; with a residual as `add` says, and returns x."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        fused_add_rms_norm(x, residual, self.weight, self.eps)
+        return x
 
 
 register_op(rms_norm, fake=_rms_norm_fake)

@@ -1,9 +1,13 @@
 """Rotary position embedding (Su et al., 2021), in place, computed in fp32 and rounded once."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from modelworker.ops.custom_op import CustomOp
 from modelworker.ops.library import register_op
+from modelworker.ops.op_settings import OpSettings
 
 
 def rotary_embedding(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
@@ -30,6 +34,21 @@ def rotary_embedding(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Ten
             first, second = rotated.float().chunk(2, dim=-1)
             pairs = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         rotated.copy_(pairs)
+
+
+@CustomOp.register("rotary_embedding", dynamic_arg_dims={"query": 0, "key": 0, "positions": 0})
+class ApplyRotaryEmbedding(CustomOp):
+    """Rotates queries and keys in place; `interleaved` says which elements form a pair."""
+
+    __call__: Callable[..., None]
+
+    def __init__(self, *, interleaved: bool, ops: OpSettings) -> None:
+        super().__init__(ops=ops)
+        self.interleaved = interleaved
+
+    def forward_native(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Takes the arguments of `rotary_embedding`."""
+        rotary_embedding(query, key, positions, cos_sin, self.interleaved)
 
 
 register_op(rotary_embedding, mutates_args=("query", "key"))

@@ -294,7 +294,7 @@ class GetWorkerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_epoch", "next_step_id", "last_executed_step_id", "lease_holder", "capabilities", "model", "kv_cache", "limits", "execution", "self_check", "degradations", "versions", "counters")
+    __slots__ = ("worker_epoch", "next_step_id", "last_executed_step_id", "lease_holder", "capabilities", "model", "kv_cache", "limits", "execution", "self_check", "degradations", "versions", "counters", "ops")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +322,7 @@ class WorkerInfo(_message.Message):
     DEGRADATIONS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    OPS_FIELD_NUMBER: _ClassVar[int]
     worker_epoch: int
     next_step_id: int
     last_executed_step_id: int
@@ -335,7 +336,20 @@ class WorkerInfo(_message.Message):
     degradations: _containers.RepeatedCompositeFieldContainer[Degradation]
     versions: _containers.ScalarMap[str, str]
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, worker_epoch: _Optional[int] = ..., next_step_id: _Optional[int] = ..., last_executed_step_id: _Optional[int] = ..., lease_holder: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., kv_cache: _Optional[_Union[KvCacheInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., execution: _Optional[_Union[ExecutionInfo, _Mapping]] = ..., self_check: _Optional[_Union[SelfCheck, _Mapping]] = ..., degradations: _Optional[_Iterable[_Union[Degradation, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    ops: _containers.RepeatedCompositeFieldContainer[OpInfo]
+    def __init__(self, worker_epoch: _Optional[int] = ..., next_step_id: _Optional[int] = ..., last_executed_step_id: _Optional[int] = ..., lease_holder: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., kv_cache: _Optional[_Union[KvCacheInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., execution: _Optional[_Union[ExecutionInfo, _Mapping]] = ..., self_check: _Optional[_Union[SelfCheck, _Mapping]] = ..., degradations: _Optional[_Iterable[_Union[Degradation, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., counters: _Optional[_Mapping[str, int]] = ..., ops: _Optional[_Iterable[_Union[OpInfo, _Mapping]]] = ...) -> None: ...
+
+class OpInfo(_message.Message):
+    __slots__ = ("name", "implementation", "reason", "alternatives")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IMPLEMENTATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    implementation: str
+    reason: str
+    alternatives: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., implementation: _Optional[str] = ..., reason: _Optional[str] = ..., alternatives: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "architecture", "weights_digest", "config_digest", "eos_token_ids", "dtype", "vocab_size", "max_model_len", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_parameters")

@@ -6,6 +6,7 @@ Only the module of the chosen command is imported, by its name: `modelworker inf
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from modelworker.worker.errors import SettingsError, SetupError, WorkerError
 from modelworker.worker.flags import USAGE_EXIT_CODE, CommandParser
 
+_EXIT_OK = 0
 _EXIT_FAILED = 1
 _EXIT_INTERRUPTED = 130
 
@@ -38,15 +40,21 @@ class _Command:
 
 _COMMANDS = {
     "serve": _Command(module="command_serve", summary="serve a model", extra="worker"),
+    "doctor": _Command(module="command_doctor", summary="examine machine, settings and model without loading it", extra="worker"),
     "info": _Command(module="command_info", summary="show what a running worker is and can"),
     "generate": _Command(module="command_generate", summary="generate text with a running worker", extra="demo"),
-    "import-gguf": _Command(module="import_gguf", summary="turn a GGUF file into a model directory", extra="worker,demo"),
+    "payload": _Command(module="command_payload", summary="write request bodies for grpcurl and ghz"),
+    "demo": _Command(module="demo", summary="start a worker and generate six texts with it", extra="worker,demo"),
+    "import-gguf": _Command(module="import_gguf", summary="turn a GGUF file into a model directory", extra="demo"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code: 0, 1 = failed (one line on stderr says why), 2 = wrong usage."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["serve"]:
+        # Until the server takes the signal over: as the first process of a container, Python would not notice it at all.
+        signal.signal(signal.SIGTERM, _stop_while_starting)
     try:
         parsed = _parser(words).parse_args(words)
         run: Callable[[argparse.Namespace], int] = parsed.run
@@ -63,6 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_FAILED
     return code
+
+
+def _stop_while_starting(number: int, frame: object) -> None:
+    """Nothing has begun that would have to be ended in order."""
+    os._exit(_EXIT_OK)
 
 
 def _parser(words: Sequence[str]) -> CommandParser:

@@ -61,7 +61,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="sample among the most probable tokens that sum up to P")
     add("--min-p", type=float, default=0.0, metavar="P", help="sample among tokens of at least P times the highest probability")
     add("--seed", type=int, default=None, metavar="SEED", help="makes sampling repeatable")
-    add("--logprobs", type=int, default=-1, metavar="N", help="with --json: logprobs of each token and of the N most probable")
+    add(
+        "--logprobs",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="with --json: logprobs of each token (0), and of the N most probable where the worker can",
+    )
     add("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence tokens")
     add("--json", action="store_true", help="print one JSON object at the end instead of texts")
     add("--timeout", type=checked_type(positive_float), default=60.0, metavar="SECONDS", help="patience with the worker")
@@ -87,7 +93,8 @@ class _Generation:
         if isinstance(event, TokenSampled):
             self.first_token_at = self.first_token_at or time.perf_counter()
             self.logprobs.append(event.logprobs)
-            self.pieces.append(self._piece(event.token_id))
+            if not event.is_stop:
+                self.pieces.append(self._piece(event.token_id))
         else:
             self.finished = event
             self.ended_at = time.perf_counter()
@@ -181,6 +188,10 @@ def _generations(arguments: argparse.Namespace, tokenizer: TextTokenizer | None)
         seed=arguments.seed,
         num_logprobs=arguments.logprobs,
     )
+    try:
+        sampling.check()
+    except RequestError as error:
+        raise SettingsError(str(error)) from None
     stop_token_ids = frozenset[int]() if arguments.ignore_eos else None
     generations = []
     for prompt_text, prompt_ids in prompts:
@@ -207,7 +218,14 @@ def _generate(
     client: Client, generations: list[_Generation], patience: float, on_progress: Callable[[], None] | None
 ) -> list[StepExecuted]:
     """Drives the worker until all prompts are served; gives its lease back in any case. Returns the steps."""
-    client.wait_ready(patience)
+    states: list[str] = []
+
+    def tell(state: str) -> None:
+        if state not in states[-1:]:
+            states.append(state)
+            print(f"modelworker: waiting for the worker: {state}", file=sys.stderr)
+
+    client.wait_ready(patience, tell)
     session = FencedSession(client, patience=patience)
     steps: list[StepExecuted] = []
     try:

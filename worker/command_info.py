@@ -25,6 +25,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
         "info", help="show what a running worker is and can", description="Shows what a running worker is."
     )
     parser.add_argument("address", nargs="?", default="127.0.0.1:50051", metavar="ADDRESS", help="host:port of the worker")
+    parser.add_argument("--ops", action="store_true", help="print every op: its implementation, why this one, and the others")
     parser.add_argument("--json", action="store_true", help="print WorkerInfo as canonical protobuf JSON")
     parser.add_argument(
         "--timeout", type=checked_type(positive_float), default=10.0, metavar="SECONDS", help="how long to wait for the answer"
@@ -40,7 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     except WorkerCallError as error:
         print(f"modelworker: error: worker at {arguments.address}: {error}", file=sys.stderr)
         return _EXIT_FAILED
-    print(json_format.MessageToJson(info, always_print_fields_with_no_presence=True) if arguments.json else format_info(info))
+    if arguments.json:
+        print(json_format.MessageToJson(info, always_print_fields_with_no_presence=True))
+    else:
+        print(format_ops(info) if arguments.ops else format_info(info))
     return _EXIT_OK
 
 
@@ -55,6 +59,14 @@ def format_info(info: WorkerInfo) -> str:
         if rows:
             blocks.append("\n".join([title, *(f"  {line}" for line in format_table(rows).splitlines())]))
     return "\n\n".join(blocks)
+
+
+def format_ops(info: WorkerInfo) -> str:
+    """Returns a table of the worker's ops for people."""
+    if not info.ops:
+        return "the worker reports no ops"
+    rows = [(op.name, op.implementation or "-", ", ".join(op.alternatives) or "-", op.reason) for op in info.ops]
+    return format_table(rows, header=("op", "runs", "alternatives", "why"))
 
 
 def _state(info: WorkerInfo) -> _Section:

@@ -194,7 +194,8 @@ class _Demo:
                 self._num_generated += 1
                 pane.num_tokens += 1
                 pane.state = f"{pane.num_tokens} tokens"
-                self._grow(pane, self._streams[event.request_id].push(event.token_id))
+                if not event.is_stop:
+                    self._grow(pane, self._streams[event.request_id].push(event.token_id))
             elif isinstance(event, RequestPreempted):
                 pane.state = "preempted"
             elif isinstance(event, RequestFinished):

@@ -92,6 +92,16 @@ class Degradation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OpDescription:
+    """An op or layer: the implementation in use ("" = not used by the model), why, and the others that there are."""
+
+    name: str
+    implementation: str
+    reason: str
+    alternatives: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerDescription:
     """Everything that a scheduler must know and that stays as it is after start-up."""
 
@@ -102,3 +112,4 @@ class WorkerDescription:
     self_check: SelfCheck
     degradations: tuple[Degradation, ...]
     versions: Mapping[str, str]
+    ops: tuple[OpDescription, ...] = ()

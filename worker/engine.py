@@ -25,6 +25,7 @@ from modelworker.worker.batch import (
     UInt64Array,
 )
 from modelworker.worker.description import WorkerDescription
+from modelworker.worker.errors import FatalEngineError
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import AttentionMetadata, CausalLM
 from modelworker.worker.sampling import Samples, sample
@@ -51,7 +52,17 @@ class Engine:
         self._open_seeds = np.random.default_rng()
 
     def step(self, batch: StepBatch) -> StepResult:
-        """Hot path: executes a step and returns its samples. Writes the KV cache in the slots of its tokens, nowhere else."""
+        """Hot path: executes a step and returns its samples. Writes the KV cache in the slots of its tokens, nowhere else.
+
+        Raises:
+            FatalEngineError: the device reports a fault, after which its context can't be used any more.
+        """
+        try:
+            return self._execute(batch)
+        except torch.AcceleratorError as error:
+            raise FatalEngineError(f"{self._device}: {error}") from error
+
+    def _execute(self, batch: StepBatch) -> StepResult:
         with torch.inference_mode():
             begun = time.monotonic_ns()
             staged = self._stage(batch)

@@ -24,7 +24,10 @@ from modelworker.worker.errors import (
 from modelworker.worker.fencing import FenceState
 from modelworker.worker.settings import FencingSettings
 from modelworker.worker.step_queue import CounterSink, StepQueue
-from modelworker.worker.ticket import Answer, Control, Outcomes, Step, Ticket
+from modelworker.worker.ticket import Answer, Control, Item, Outcomes, Step, Ticket
+from modelworker.worker.trace_context import trace_id_of
+
+ENGINE_THREAD_NAME = "engine"
 
 _RETRY_WHILE_STARTING_MS = 1000
 
@@ -58,7 +61,7 @@ class Executor:
     Args:
         settings: order, ownership, retries and the in-flight limit.
         stall_seconds: an item that runs longer than this makes `stalled` true until it ends.
-        telemetry: where it counts.
+        counters: where it counts.
 
     Attributes:
         fatal: gets what ended the engine thread, when something did. Nothing is served afterwards: the process has to end.
@@ -66,8 +69,8 @@ class Executor:
 
     fatal: asyncio.Future[BaseException]
 
-    def __init__(self, *, settings: FencingSettings, stall_seconds: float, telemetry: CounterSink) -> None:
-        self._queue = StepQueue(settings, telemetry, tell=self._tell, clear_kv_cache=self._clear_kv_cache)
+    def __init__(self, *, settings: FencingSettings, stall_seconds: float, counters: CounterSink) -> None:
+        self._queue = StepQueue(settings, counters, tell=self._tell, clear_kv_cache=self._clear_kv_cache)
         self._stall_seconds = stall_seconds
         self._engine: StepEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -83,7 +86,7 @@ class Executor:
         self._loop = asyncio.get_running_loop()
         self.fatal = self._loop.create_future()
         # A daemon: neither a build nor a step can be interrupted, and they must not hold up a process that has to end.
-        self._thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(build,), name=ENGINE_THREAD_NAME, daemon=True)
         self._thread.start()
 
     async def wait_ready(self) -> None:
@@ -230,7 +233,7 @@ class Executor:
         except (PreconditionError, OverloadedError) as refusal:
             self._queue.refuse(step, refusal)
         except Exception:
-            _log.exception("%s failed on the engine: a new epoch begins", step.name)
+            _log.exception("%s failed on the engine: a new epoch begins", step.name, extra=_log_fields(step))
             self._queue.fail(step, EngineFaultError(f"{step.name} failed on the engine: the KV cache content is lost"))
         else:
             total_ns = time.monotonic_ns() - batch.arrival_ns
@@ -255,6 +258,19 @@ class Executor:
             self._engine.reset_kv_cache()
 
     def _die(self, error: BaseException) -> None:
-        _log.critical("the engine can't be used any more", exc_info=error)
+        _log.critical("the engine can't be used any more", exc_info=error, extra=_log_fields(self._queue.running))
         self._queue.close(running_error=EngineFaultError("the engine can't be used any more: the worker ends"))
         self._on_loop(lambda: self.fatal.set_result(error))
+
+
+def _log_fields(item: Item | None) -> dict[str, object]:
+    """Returns what every log line of a step carries; the event loop has bound the same to its own lines of the call."""
+    if not isinstance(item, Step):
+        return {}
+    fields: dict[str, object] = {
+        "step_id": item.batch.step_id,
+        "epoch": item.started_epoch,
+        "client_tag": item.batch.client_tag,
+    }
+    trace_id = trace_id_of(item.batch.traceparent)
+    return fields | {"trace_id": trace_id} if trace_id else fields

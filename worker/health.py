@@ -16,6 +16,9 @@ from modelworker.proto import model_worker_pb2
 LIVENESS_NAMES = ("", "liveness")
 READINESS_NAMES = ("readiness", model_worker_pb2.DESCRIPTOR.services_by_name["ModelWorker"].full_name)
 
+# Of a name that is not known, in the answer: trailing metadata is small.
+_MAX_QUOTED_CHARACTERS = 100
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -55,7 +58,8 @@ class HealthService(health_pb2_grpc.HealthServicer):
         status = self._statuses.get(request.service)
         if status is None:
             names = ", ".join(repr(name) for name in self._statuses)
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no health status for {request.service!r}: the names are {names}")
+            asked = repr(request.service[:_MAX_QUOTED_CHARACTERS])
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no health status for {asked}: the names are {names}")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Any, context: _Context) -> Any:  # noqa: N802

@@ -6,6 +6,7 @@ File formats: the Linux kernel's documentation of cgroup v1 (cpu, memory) and v2
 
 import math
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,65 @@ class Machine:
             return self.omp_num_threads
         quota = self.num_cpus if self.cpu_quota is None else math.floor(self.cpu_quota)
         return max(1, min(self.num_cpus, quota))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cpu:
+    """The processor.
+
+    Attributes:
+        name: as it calls itself, or at least its architecture.
+        features: as the kernel names them, e.g. avx2; empty where it does not say.
+    """
+
+    name: str
+    features: frozenset[str]
+
+    @property
+    def has_avx2(self) -> bool:
+        """Whether vectors of 256 bits can be used, with fused multiplication and addition."""
+        return {"avx2", "fma"} <= self.features
+
+    @property
+    def has_avx512(self) -> bool:
+        """Whether it has the parts of AVX-512 that torch needs to use vectors of 512 bits."""
+        return {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= self.features
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether there are instructions that multiply bfloat16 (AVX-512 BF16, AMX or Arm's bf16)."""
+        return bool({"avx512_bf16", "amx_bf16", "bf16"} & self.features)
+
+    @property
+    def has_amx(self) -> bool:
+        """Whether tiles of bfloat16 are multiplied by AMX."""
+        return {"amx_tile", "amx_bf16"} <= self.features
+
+
+def read_cpu(root: Path = Path("/")) -> Cpu:
+    """Reads what the kernel says of the first processor.
+
+    Args:
+        root: where /proc is looked for.
+    """
+    fields: dict[str, str] = {}
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        name, separator, value = line.partition(":")
+        if separator:
+            fields.setdefault(name.strip().lower(), value.strip())
+    features = fields.get("flags") or fields.get("features") or ""
+    return Cpu(name=fields.get("model name") or platform.processor() or platform.machine(), features=frozenset(features.split()))
+
+
+def choose_threads(wanted: int | None, machine: Machine) -> tuple[int, str]:
+    """Resolves --threads. Returns the number of threads that compute, and where it comes from."""
+    if wanted is not None:
+        return wanted, f"--threads {wanted}"
+    if machine.omp_num_threads is not None:
+        return machine.num_threads, f"OMP_NUM_THREADS={machine.omp_num_threads}"
+    if machine.cpu_quota is not None and machine.cpu_quota < machine.num_cpus:
+        return machine.num_threads, f"the CPU quota of {machine.cpu_quota:g}, at most {machine.num_cpus} CPUs by affinity"
+    return machine.num_threads, f"{machine.num_cpus} CPUs by affinity, no lower quota"
 
 
 def read_machine(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Machine:

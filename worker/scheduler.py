@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from modelworker.worker.client import (
     ExecuteStepRequest,
+    InvalidRequestError,
     KvCacheLostError,
     StepAnswer,
     StepSampling,
@@ -173,6 +174,7 @@ class Scheduler:
 
     def _check(self, request: Request) -> None:
         request.sampling.check()
+        request.sampling.check_capabilities(self.info.capabilities)
         vocab_size, max_model_len = self.info.model.vocab_size, self.info.model.max_model_len
         if not request.prompt_ids:
             raise RequestError("prompt_ids: found no token, expected at least 1")
@@ -226,6 +228,11 @@ class Scheduler:
         except KvCacheLostError:
             self._unsettled = []
             self._recompute_all(rows, events)
+            return events
+        except InvalidRequestError as error:
+            # Requests are checked before: worker and scheduler disagree, and the same step would be refused for ever.
+            for row in rows:
+                events.append(self._finish(row.sequence, FinishReason.ERROR, str(error)))
             return events
         except WorkerCallError:
             # Nobody knows whether the step was executed: it has to be sent again before another one.
@@ -362,8 +369,9 @@ class Scheduler:
         request_id, index = sequence.request_id, sequence.num_output
         sequence.token_ids.append(token_id)
         sequence.num_losses = 0
-        events.append(TokenSampled(request_id=request_id, index=index, token_id=token_id, logprobs=logprobs))
         reason = self._finish_reason(sequence)
+        is_stop = reason is FinishReason.STOP
+        events.append(TokenSampled(request_id=request_id, index=index, token_id=token_id, is_stop=is_stop, logprobs=logprobs))
         if reason is not None:
             events.append(self._finish(sequence, reason))
 

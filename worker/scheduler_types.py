@@ -1,5 +1,6 @@
 """What goes into the scheduler and what comes out: requests, settings, events."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -52,6 +53,11 @@ class Sampling:
             if not is_right:
                 raise RequestError(f"{name}: found {getattr(self, name)}, expected {expected}")
 
+    def check_capabilities(self, capabilities: Collection[str]) -> None:
+        """Raises RequestError where the worker does not implement what is asked for: it would refuse the whole step."""
+        if self.num_logprobs > 0 and "sampling.num_logprobs" not in capabilities:
+            raise RequestError(f"num_logprobs: found {self.num_logprobs}, but this worker only has that of the sampled token (0)")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -92,11 +98,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSampled:
-    """A request has got a token; `index` counts its output from 0."""
+    """A request has got a token; `index` counts its output from 0. One that stops the request is no part of its text."""
 
     request_id: int
     index: int
     token_id: int
+    is_stop: bool
     logprobs: TokenLogprobs | None
 
 

@@ -1,30 +1,26 @@
 """What runs before readiness: every kind of step once, so that the first real one is not slow, and checks of what came out."""
 
 import time
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from modelworker.worker.batch import BoolArray, Int32Array, SamplingBatch, StepBatch, StepResult
-from modelworker.worker.description import Degradation, SelfCheck
+from modelworker.worker.batch import Int32Array, SamplingBatch, StepBatch, StepResult
+from modelworker.worker.description import SelfCheck
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError
 from modelworker.worker.progress import Progress
 
-# The same prompt in one step and in chunks goes through products of other shapes, which sum in another order. Logprobs of the most
+# The same tokens in one step and in chunks go through products of other shapes, which sum in another order. Logprobs of the most
 # probable token were seen to differ by up to 2e-6 in fp32 and 0.07 in bf16; a wrong position or block moves them by whole units.
 _LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
-_PROMPT_LEN = 45
 _CHUNK_LEN = 7
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckReport:
-    """What the checks found."""
-
-    self_check: SelfCheck
-    degradations: tuple[Degradation, ...]
+_NUM_CHUNKS = 6
+_NUM_DECODES = 3
+# All tokens that start-up uses: enough to tell positions apart.
+_NUM_TOKEN_IDS = 16
 
 
 def check_products(dtype: torch.dtype, device: torch.device) -> str:
@@ -40,102 +36,114 @@ def check_products(dtype: torch.dtype, device: torch.device) -> str:
     return f"products accumulate in fp32 ({dtype})"
 
 
-def warm_up_and_check(engine: Engine, progress: Progress) -> CheckReport:
-    """Runs prefills and decodes of the sizes at the limits, and compares a chunked prompt with the same prompt in one step.
+def warm_up_and_check(engine: Engine, progress: Progress) -> SelfCheck:
+    """Runs prefills and decodes of the sizes at the limits, and compares a prompt in chunks and decodes with the same in one step.
 
     The KV cache is zero afterwards.
 
     Raises:
-        SetupError: the two disagree.
+        SetupError: the two disagree, or the model computes NaN or infinity.
     """
     random = np.random.default_rng(0)
-    findings, degradations = [], []
-    with progress.stage("warming up", total=3, unit="steps") as advance:
-        for batch in _warm_up_batches(engine, random):
+    findings = []
+    batches = _warm_up_batches(engine, random)
+    with progress.stage("warming up", total=len(batches), unit="steps") as advance:
+        for batch in batches:
             begun = time.perf_counter()
-            engine.step(batch)
+            _succeeded(engine, engine.step(batch))
             findings.append(
                 f"{batch.num_tokens} tokens of {batch.num_sequences} sequences ran in {1000 * (time.perf_counter() - begun):.1f} ms"
             )
             advance(1)
-    with progress.stage("checking itself"):
-        whole, chunked = _compare_chunked(engine, random)
-    if whole is None or chunked is None:
-        degradations.append(
-            Degradation(
-                reason="non_finite_logits",
-                message="the model gives NaN or infinity for a prompt of random tokens: check the weights",
-            )
-        )
-    else:
-        tolerance = _LOGPROB_TOLERANCE[engine.description.model.dtype]
-        difference = abs(whole - chunked)
-        if difference > tolerance:
-            raise SetupError(
-                f"self-check: a prompt in chunks and in one step give logprobs {chunked:.4f} and {whole:.4f}, "
-                f"which differ by more than {tolerance}"
-            )
-        findings.append(f"a prompt in chunks and in one step agree within {difference:.1e} (bound {tolerance})")
     engine.reset_kv_cache()
-    return CheckReport(self_check=SelfCheck(passed=not degradations, findings=tuple(findings)), degradations=tuple(degradations))
+    with progress.stage("checking itself"):
+        difference = _compare_chunks_and_decodes(engine, random)
+    tolerance = _LOGPROB_TOLERANCE[engine.description.model.dtype]
+    if difference > tolerance:
+        raise SetupError(
+            f"self-check: logprobs of a prompt in chunks and decodes differ by {difference:.4f} from those of the same prompt in "
+            f"one step, more than {tolerance}: this build computes wrong results on this machine"
+        )
+    findings.append(f"a prompt in chunks and decodes and in one step agree within {difference:.1e} (bound {tolerance})")
+    engine.reset_kv_cache()
+    return SelfCheck(passed=True, findings=tuple(findings))
+
+
+def _succeeded(engine: Engine, result: StepResult) -> StepResult:
+    if result.sequence_errors:
+        dtype = engine.description.model.dtype
+        raise SetupError(f"self-check: {result.sequence_errors[0].message}: the weights are damaged, or overflow in {dtype}")
+    return result
 
 
 def _warm_up_batches(engine: Engine, random: np.random.Generator) -> list[StepBatch]:
+    """The longest prompt, the largest decode, and a decode of one sequence with every filter of sampling."""
     limits, model, cache = engine.description.limits, engine.description.model, engine.description.kv_cache
     prompt_len = min(limits.max_tokens_per_step, model.max_model_len)
     num_rows = min(limits.max_sequences, limits.max_tokens_per_step, cache.num_blocks - 1)
     num_blocks = -(-prompt_len // cache.block_size)
-    rows = np.arange(1, num_rows + 1, dtype=np.int32)
+    blocks = [np.array([block + 1], np.int32) for block in range(num_rows)]
+    prompt = _tokens(engine, random, prompt_len)
     return [
-        _batch(engine, random, query_lens=[prompt_len], context_lens=[0], tables=[np.arange(1, num_blocks + 1, dtype=np.int32)]),
-        _batch(
-            engine,
-            random,
-            query_lens=[1] * num_rows,
-            context_lens=[0] * num_rows,
-            tables=[rows[i : i + 1] for i in range(num_rows)],
-        ),
-        _batch(engine, random, query_lens=[1], context_lens=[0], tables=[rows[:1]]),
+        _batch([(prompt, 0, np.arange(1, num_blocks + 1, dtype=np.int32))]),
+        _batch([(_tokens(engine, random, 1), 0, block) for block in blocks]),
+        _batch([(_tokens(engine, random, 1), 0, blocks[0])], temperature=0.8, top_k=50, top_p=0.9, min_p=0.01),
     ]
 
 
-def _compare_chunked(engine: Engine, random: np.random.Generator) -> tuple[float | None, float | None]:
-    """Returns the logprob of the most probable token after a prompt, run whole and in chunks over reversed blocks."""
-    cache = engine.description.kv_cache
-    prompt_len = min(_PROMPT_LEN, engine.description.model.max_model_len, engine.description.limits.max_tokens_per_step)
-    table = np.arange(1, -(-prompt_len // cache.block_size) + 1, dtype=np.int32)
-    tokens = random.integers(0, engine.description.model.vocab_size, prompt_len, dtype=np.int32)
-    whole = engine.step(_batch(engine, random, query_lens=[prompt_len], context_lens=[0], tables=[table], tokens=tokens))
+def _compare_chunks_and_decodes(engine: Engine, random: np.random.Generator) -> float:
+    """Returns by how much logprobs differ between whole prompts and the same tokens in chunks and decodes, over blocks in reverse.
+
+    The last tokens are decoded, each in a step with a chunk of another sequence, as real steps mix them.
+    """
+    model, cache = engine.description.model, engine.description.kv_cache
+    longest = min(_CHUNK_LEN * _NUM_CHUNKS + _NUM_DECODES, model.max_model_len, engine.description.limits.max_tokens_per_step)
+    lengths = [length for length in range(longest - _NUM_DECODES + 1, longest + 1) if length > 0]
+    per_sequence = -(-longest // cache.block_size)
+    tables = (np.arange(2 * per_sequence, dtype=np.int32) % (cache.num_blocks - 1) + 1).reshape(2, per_sequence)
+    tokens = _tokens(engine, random, longest)
+    whole = []
+    for length in lengths:
+        whole.append(_logprob(_succeeded(engine, engine.step(_batch([(tokens[:length], 0, tables[0])]))), row=0))
     engine.reset_kv_cache()
-    for start in range(0, prompt_len, _CHUNK_LEN):
-        chunk = tokens[start : start + _CHUNK_LEN]
-        chunked = engine.step(
-            _batch(engine, random, query_lens=[len(chunk)], context_lens=[start], tables=[table[::-1]], tokens=chunk)
-        )
-    return _logprob(whole), _logprob(chunked)
+    table, other = tables[0][::-1], tables[1]
+    chunked, start = [], 0
+    while start < longest:
+        # The tokens before the first compared length in chunks, the rest one by one.
+        length = max(min(_CHUNK_LEN, lengths[0] - 1 - start), 1)
+        rows = [(tokens[start : start + length], start, table)]
+        if length == 1 and not set(table) & set(other):
+            rows.append((tokens[:_CHUNK_LEN], 0, other))
+        result = _succeeded(engine, engine.step(_batch(rows)))
+        start += length
+        if start in lengths:
+            chunked.append(_logprob(result, row=0))
+    return max(abs(a - b) for a, b in zip(whole, chunked, strict=True))
 
 
-def _logprob(result: StepResult) -> float | None:
-    return float(result.logprobs.values[0]) if result.logprobs is not None and result.logprobs.values.size else None
+def _tokens(engine: Engine, random: np.random.Generator, count: int) -> Int32Array:
+    vocabulary = np.linspace(0, engine.description.model.vocab_size - 1, _NUM_TOKEN_IDS).astype(np.int32)
+    return random.choice(vocabulary, count)
+
+
+def _logprob(result: StepResult, *, row: int) -> float:
+    assert result.logprobs is not None, "every row of the check asks for logprobs"
+    return float(result.logprobs.values[row])
 
 
 def _batch(
-    engine: Engine,
-    random: np.random.Generator,
+    rows: list[tuple[Int32Array, int, Int32Array]],
     *,
-    query_lens: list[int],
-    context_lens: list[int],
-    tables: list[Int32Array],
-    tokens: Int32Array | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> StepBatch:
-    num_rows = len(query_lens)
+    """Makes a step of rows (tokens, context length, block table) that all sample, seeded, and want the chosen token's logprob."""
 
-    def filled(value: float, dtype: type[np.generic]) -> np.ndarray:
-        return np.full(num_rows, value, dtype)
+    def filled(value: float, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return np.full(len(rows), value, dtype)
 
-    if tokens is None:
-        tokens = random.integers(0, engine.description.model.vocab_size, sum(query_lens), dtype=np.int32)
-    sample: BoolArray = np.ones(num_rows, np.bool_)
     return StepBatch(
         step_id=0,
         worker_epoch=0,
@@ -145,20 +153,20 @@ def _batch(
         deadline_ns=None,
         digest=b"",
         traceparent="",
-        query_lens=np.array(query_lens, np.int32),
-        context_lens=np.array(context_lens, np.int32),
-        token_ids=tokens,
-        block_counts=np.array([len(table) for table in tables], np.int32),
-        block_ids=np.concatenate(tables),
-        sample=sample,
+        query_lens=np.array([len(tokens) for tokens, _, _ in rows], np.int32),
+        context_lens=np.array([context for _, context, _ in rows], np.int32),
+        token_ids=np.concatenate([tokens for tokens, _, _ in rows]),
+        block_counts=np.array([len(table) for _, _, table in rows], np.int32),
+        block_ids=np.concatenate([table for _, _, table in rows]),
+        sample=filled(True, np.bool_),
         sampling=SamplingBatch(
-            temperature=filled(0, np.float32),
-            top_k=filled(0, np.int32),
-            top_p=filled(1, np.float32),
-            min_p=filled(0, np.float32),
+            temperature=filled(temperature, np.float32),
+            top_k=filled(top_k, np.int32),
+            top_p=filled(top_p, np.float32),
+            min_p=filled(min_p, np.float32),
             seed=filled(0, np.uint64),
-            has_seed=filled(0, np.bool_),
+            has_seed=filled(True, np.bool_),
             num_logprobs=filled(0, np.int32),
-            processed_logprobs=filled(0, np.bool_),
+            processed_logprobs=filled(False, np.bool_),
         ),
     )

@@ -7,17 +7,18 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2_grpc
 
 from modelworker.proto import model_worker_pb2_grpc
+from modelworker.worker.address import check_address
 from modelworker.worker.counters import Counters
 from modelworker.worker.errors import SetupError
 from modelworker.worker.executor import Executor, StepEngine
@@ -32,6 +33,8 @@ from modelworker.worker.stage import StageTracker
 BuildEngine = Callable[[WorkerSettings, Progress, Counters], StepEngine]
 
 _HEALTH_POLL_SECONDS = 0.2
+# Of all requests in the house, in largest messages. Steps in flight have a limit of their own, but their retries come beside them.
+_MAX_HELD_MESSAGES = 4
 # After a drain or a fault: time for answers that are ready and for watchers of health to be told.
 _LAST_ANSWERS_SECONDS = 2.0
 _FAULT_LINGER_SECONDS = 1.0
@@ -52,7 +55,10 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
 
     Without so_reuseport = 0 a second worker shares the port silently. The key of the ping interval is the one that the core reads
     (a spelling with "recv" in it is ignored); without it and the strikes, a client whose keepalive pings arrive while a long step
-    runs is cut off with "too many pings". Message limits hold for one direction each.
+    runs is cut off with "too many pings". The server's own pings find peers that vanished without a word: their calls are
+    cancelled, so that queued steps are withdrawn. By default gRPC asks after two hours, never while no call runs, and waits a
+    minute for the answer, whatever the keepalive's timeout says, unless the ping's own timeout is shorter. Message limits hold for
+    one direction each.
     """
     return [
         ("grpc.so_reuseport", 0),
@@ -60,11 +66,22 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
     ]
+
+
+class _WatchError(Exception):
+    """The task that turns health over has ended."""
 
 
 class WorkerServer:
     """One worker process's server: the gRPC side, health, and the life of the executor. Used on one event loop."""
+
+    _watching: "asyncio.Task[None]"
 
     def __init__(
         self, settings: WorkerSettings, build: BuildEngine, progress: Progress, *, on_listening: Callable[[int], None]
@@ -73,13 +90,12 @@ class WorkerServer:
         self._build = build
         self._stage = StageTracker(progress)
         self.counters = Counters()
-        self.executor = Executor(settings=settings.fencing, stall_seconds=settings.server.stall_seconds, telemetry=self.counters)
+        self.executor = Executor(settings=settings.fencing, stall_seconds=settings.server.stall_seconds, counters=self.counters)
         self.health = HealthService()
         self.port = 0
         self.ready = asyncio.Event()
         self._on_listening = on_listening
         self._stop_requested = asyncio.Event()
-        self._server: grpc.aio.Server | None = None
         self._log: structlog.stdlib.BoundLogger = structlog.get_logger("modelworker.server")
 
     @property
@@ -104,7 +120,7 @@ class WorkerServer:
             SetupError: the port can't be opened, or the engine can't be built.
         """
         server = await self._listen()
-        watching = asyncio.create_task(self._watch_engine())
+        self._watching = asyncio.create_task(self._watch_engine())
         try:
             if self._settings.server.port_file:
                 write_port_file(Path(self._settings.server.port_file), self.port)
@@ -116,8 +132,11 @@ class WorkerServer:
             if not await self._become_ready():
                 return ExitCode.OK
             return await self._serve()
+        except _WatchError as error:
+            self._log.critical("the engine is not watched any more: the process ends", exc_info=error.__cause__)
+            return await self._end_by_fault()
         finally:
-            watching.cancel()
+            self._watching.cancel()
             self.health.update(live=False, ready=False)
             self.health.close()
             await server.stop(_LAST_ANSWERS_SECONDS)
@@ -126,8 +145,11 @@ class WorkerServer:
     async def _listen(self) -> grpc.aio.Server:
         """Opens the port with all services on it; everything but health answers UNAVAILABLE until the engine is built."""
         settings = self._settings.server
-        server = grpc.aio.server(interceptors=[StatusInterceptor(self.counters)], options=server_options(settings.max_message_size))
         servicer = ModelWorkerServicer(executor=self.executor, stage=self._stage, counters=self.counters)
+        interceptor = StatusInterceptor(
+            self.counters, check_size=servicer.check_size, max_held_bytes=_MAX_HELD_MESSAGES * settings.max_message_size
+        )
+        server = grpc.aio.server(interceptors=[interceptor], options=server_options(settings.max_message_size))
         model_worker_pb2_grpc.add_ModelWorkerServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         if settings.reflection:
@@ -141,7 +163,7 @@ class WorkerServer:
         """Waits for the engine. Returns False when the worker was asked to stop before."""
         built = asyncio.ensure_future(self.executor.wait_ready())
         stopped = asyncio.ensure_future(self._stop_requested.wait())
-        await asyncio.wait((built, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await self._first_of(built, stopped)
         if not built.done():
             built.cancel()
             self._log.info("stopped while starting", stage=str(self._stage))
@@ -167,14 +189,14 @@ class WorkerServer:
     async def _serve(self) -> ExitCode:
         stopped = asyncio.ensure_future(self._stop_requested.wait())
         fault = self.executor.fatal
-        await asyncio.wait((stopped, fault), return_when=asyncio.FIRST_COMPLETED)
+        await self._first_of(stopped, fault)
         stopped.cancel()
         if fault.done():
             return await self._end_by_fault()
         limit_seconds = self._settings.server.drain_seconds
         self._log.info("draining", limit_seconds=limit_seconds)
         drained = asyncio.ensure_future(self.executor.drained())
-        await asyncio.wait((drained, fault), timeout=limit_seconds, return_when=asyncio.FIRST_COMPLETED)
+        await self._first_of(drained, fault, timeout=limit_seconds)
         if fault.done():
             return await self._end_by_fault()
         if not drained.done():
@@ -183,8 +205,18 @@ class WorkerServer:
         self._log.info("drained")
         return ExitCode.OK
 
+    async def _first_of(self, *events: "asyncio.Future[Any]", timeout: float | None = None) -> None:
+        """Waits for the first of some events.
+
+        Raises:
+            _WatchError: the engine is not watched any more, so that nobody would learn of a stall.
+        """
+        await asyncio.wait((*events, self._watching), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if self._watching.done():
+            raise _WatchError from self._watching.exception()
+
     async def _end_by_fault(self) -> ExitCode:
-        self._update_health()
+        self.health.update(live=False, ready=False)
         self._log.critical("the engine can't be used any more: the process ends")
         # Probes shall see NOT_SERVING before the listener closes.
         await asyncio.sleep(_FAULT_LINGER_SECONDS)
@@ -209,20 +241,11 @@ def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     Raises:
         SetupError: it can't be opened.
     """
-    bare_host = host.removeprefix("[").removesuffix("]")
-    target = f"[{bare_host}]:{port}" if ":" in bare_host else f"{bare_host}:{port}"
-    # gRPC does not say why it can't bind, and writes its own lines to stderr; a plain socket does and does not.
+    target = check_address(host, port)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(bare_host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
         bound = server.add_insecure_port(target)
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise SetupError(f"can't listen on host {host} port {port}: {reason}") from error
+    except RuntimeError as error:
+        raise SetupError(f"can't listen on host {host} port {port}: {error}") from error
     if bound == 0:
         raise SetupError(f"can't listen on host {host} port {port}")
     return bound

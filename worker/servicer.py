@@ -7,12 +7,22 @@ import grpc
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto import model_worker_pb2_grpc
+from modelworker.worker.call import CallContext
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import NotBuiltError, UnavailableError
 from modelworker.worker.executor import Executor
 from modelworker.worker.stage import StageTracker
-from modelworker.worker.wire import encode_reset_kv_cache, encode_result, encode_worker_info, parse_reset_kv_cache, parse_step
+from modelworker.worker.wire import (
+    check_request_size,
+    check_step_size,
+    encode_reset_kv_cache,
+    encode_result,
+    encode_worker_info,
+    max_step_bytes,
+    parse_reset_kv_cache,
+    parse_step,
+)
 
 _RETRY_WHILE_STARTING_MS = 1000
 
@@ -26,15 +36,33 @@ class ModelWorkerServicer(model_worker_pb2_grpc.ModelWorkerServicer):
         self._executor = executor
         self._stage = stage
         self._counters = counters
+        self._max_step_bytes: int | None = None
+
+    def check_size(self, method: str, raw: bytes) -> None:
+        """Checks a request before anything of it is parsed.
+
+        Raises:
+            InvalidStepError: it is larger than any that the worker accepts.
+            UnavailableError: it is a step, and the worker is still starting.
+        """
+        if not method.startswith("ExecuteStep"):
+            check_request_size(raw)
+            return
+        description = self._description()
+        if self._max_step_bytes is None:
+            self._max_step_bytes = max_step_bytes(description)
+        check_step_size(raw, self._max_step_bytes, description)
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: _Context) -> pb.WorkerInfo:  # noqa: N802
         """Answers everything that a scheduler must know."""
         return encode_worker_info(self._description(), self._executor.state(), self._counters.snapshot())
 
-    async def ExecuteStep(self, request: pb.ExecuteStepRequest, context: _Context) -> pb.ExecuteStepResponse:  # noqa: N802
+    async def ExecuteStep(self, request: pb.ExecuteStepRequest, context: Any) -> pb.ExecuteStepResponse:  # noqa: N802
         """Executes one step."""
-        arrival_ns = time.monotonic_ns()
-        batch = parse_step(request, self._description(), arrival_ns=arrival_ns, deadline_ns=_deadline_ns(context, arrival_ns))
+        call: CallContext = context
+        deadline_ns = _deadline_ns(call)
+        batch = parse_step(request, self._description(), arrival_ns=call.arrival_ns, deadline_ns=deadline_ns, raw=call.raw)
+        del request  # The batch is all that a queued step needs.
         answer = await self._executor.submit(batch)
         return encode_result(batch, answer.result, answer.worker_epoch)
 
@@ -76,6 +104,6 @@ class ModelWorkerServicer(model_worker_pb2_grpc.ModelWorkerServicer):
         return description
 
 
-def _deadline_ns(context: _Context, arrival_ns: int) -> int | None:
-    remaining_seconds: float | None = context.time_remaining()
-    return None if remaining_seconds is None else arrival_ns + int(remaining_seconds * 1e9)
+def _deadline_ns(call: CallContext) -> int | None:
+    remaining_seconds: float | None = call.time_remaining()
+    return None if remaining_seconds is None else time.monotonic_ns() + int(remaining_seconds * 1e9)

@@ -31,18 +31,41 @@ def parse_bytes(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """Parses an integer of at least 1.
+    """Parses an integer of 1 .. 2^30, so that twice of it still fits into a field of 32 bits.
 
     Raises:
         SettingsError: the text is not one.
     """
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise SettingsError(f"{text!r} is not an integer of at least 1")
+    if not text.strip().isdecimal() or not 1 <= int(text) <= 2**30:
+        raise SettingsError(f"{text!r} is not an integer of 1 .. {2**30}")
     return int(text)
 
 
+def num_threads(text: str) -> int:
+    """Parses a number of threads, 1 .. 1024.
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    if not text.strip().isdecimal() or not 1 <= int(text) <= 1024:
+        raise SettingsError(f"{text!r} is not a number of threads: expected 1 .. 1024")
+    return int(text)
+
+
+def message_bytes(text: str) -> int:
+    """Parses a size of a gRPC message: below 2 GiB.
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    size = parse_bytes(text)
+    if size >= 2**31:
+        raise SettingsError(f"{text!r} is too large: a gRPC message has less than 2G")
+    return size
+
+
 def positive_float(text: str) -> float:
-    """Parses a number above 0.
+    """Parses a number above 0 and at most 1e9.
 
     Raises:
         SettingsError: the text is not one.
@@ -51,9 +74,14 @@ def positive_float(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise SettingsError(f"{text!r} is not a number above 0")
+    if not 0.0 < value <= 1e9:
+        raise SettingsError(f"{text!r} is not a number above 0 and at most 1e9")
     return value
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    """Parses words between commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def fraction(text: str) -> float:
@@ -88,7 +116,9 @@ def setting(default: Any, text: str, *, parse: Callable[[str], Any] = str, choic
 class ModelSettings:
     """Which model is served."""
 
-    model: str = setting("", "Hugging Face model directory (config.json, *.safetensors)", metavar="DIR")
+    model: str = setting(
+        "", "Hugging Face model directory, or a name on the hub (owner/name; needs the extra `hub`)", metavar="MODEL"
+    )
     served_model_name: str = setting("", "name in WorkerInfo; default: the directory's name", metavar="NAME")
     dtype: str = setting(
         "auto",
@@ -151,8 +181,21 @@ class DeviceSettings:
     threads: int | None = setting(
         None,
         "threads that compute on the CPU; default: OMP_NUM_THREADS, else the container's CPU quota",
-        parse=positive_int,
+        parse=num_threads,
         metavar="N",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpsSettings:
+    """Which ops run their own kernels instead of native PyTorch."""
+
+    custom_ops: tuple[str, ...] = setting(
+        (),
+        "all or none, and +name or -name for single ops, e.g. all,-rms_norm; a value that begins with - needs the form "
+        "--custom-ops=-rms_norm; default: all, but none where Inductor compiles for CUDA; names: `modelworker info --ops`",
+        parse=comma_separated,
+        metavar="LIST",
     )
 
 
@@ -163,7 +206,7 @@ class ServerSettings:
     host: str = setting("127.0.0.1", "address to listen on; [::] or 0.0.0.0 for all", metavar="ADDRESS")
     port: int = setting(50051, "port to listen on; 0: a free one, printed at start", parse=port_number, metavar="PORT")
     port_file: str = setting("", "write the chosen port into this file once the server listens", metavar="FILE")
-    max_message_size: int = setting(64 * 2**20, "largest message, each direction", parse=parse_bytes, metavar="BYTES")
+    max_message_size: int = setting(64 * 2**20, "largest message, each direction", parse=message_bytes, metavar="BYTES")
     reflection: bool = setting(True, "serve gRPC reflection (grpcurl, ghz)")
     drain_seconds: float = setting(
         25.0,
@@ -187,4 +230,5 @@ class WorkerSettings:
     step: StepSettings = field(default_factory=StepSettings)
     fencing: FencingSettings = field(default_factory=FencingSettings)
     device: DeviceSettings = field(default_factory=DeviceSettings)
+    ops: OpsSettings = field(default_factory=OpsSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

@@ -5,10 +5,8 @@ Runs on the engine thread: threads, grad mode and device are properties of the t
 
 import dataclasses
 import gc
-import importlib.metadata
 import logging
-import platform
-import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,21 +22,32 @@ from modelworker.worker.description import (
 )
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SettingsError
-from modelworker.worker.kv_cache import KvCache, KvCacheGeometry, choose_num_blocks
-from modelworker.worker.machine import Machine, read_machine
+from modelworker.worker.kv_cache import KvCache
+from modelworker.worker.machine import choose_threads, read_cpu, read_machine
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.models.checkpoint import Checkpoint
 from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.models.registry import build_model, load_model_config
 from modelworker.worker.models.weights import LoadedWeights, load_weights
+from modelworker.worker.op_plan import describe_ops, plan_ops
+from modelworker.worker.plan import (
+    check_weights_fit,
+    choose_device,
+    choose_dtype,
+    choose_max_model_len,
+    free_bytes_of,
+    judge_memory,
+    measure_products,
+    plan_kv_cache,
+    step_bytes,
+    weights_bytes,
+)
 from modelworker.worker.progress import Progress
 from modelworker.worker.self_check import check_products, warm_up_and_check
-from modelworker.worker.settings import DeviceSettings, ModelSettings, WorkerSettings
+from modelworker.worker.settings import ModelSettings, WorkerSettings
+from modelworker.worker.versions import installed_versions
 
 _logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
-_VERSIONED = ("modelworker", "torch", "triton", "safetensors", "grpcio", "protobuf", "numpy")
 
 
 def build_engine(settings: WorkerSettings, progress: Progress, counters: Counters) -> Engine:
@@ -50,34 +59,38 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
     if not settings.model.model:
         raise SettingsError("no model given: use --model DIR with a Hugging Face model directory")
     directory = Path(settings.model.model)
-    machine = read_machine()
-    num_threads = settings.device.threads or machine.num_threads
+    num_threads, threads_source = choose_threads(settings.device.threads, read_machine())
     torch.set_num_threads(num_threads)
     device = choose_device(settings.device)
-    _logger.info("computing on %s with %d threads", device, num_threads)
-    with torch.inference_mode():
+    _logger.info("computing on %s with %d threads (%s)", device, num_threads, threads_source)
+    # Not inference mode, which marks tensors for good: what a compiler or another thread does with them later must be free.
+    with torch.no_grad():
         config = load_model_config(directory)
-        dtype, degradations = choose_dtype(settings.model, config, device)
+        choice = choose_dtype(settings.model, config, measure_products(device))
+        dtype = choice.dtype
+        _logger.info("computing in %s (%s)", choice.name, choice.reason)
         max_model_len = choose_max_model_len(settings.model, config)
         products = check_products(dtype, device)
-        model = build_model(config, dtype=dtype, max_model_len=max_model_len)
+        ops = plan_ops(settings.ops, device, compiles=False)
+        model = build_model(config, dtype=dtype, max_model_len=max_model_len, ops=ops)
+        _check_that_all_fits(settings, config, model, dtype, device, max_model_len)
         loaded = _load_weights(model, directory, device, progress)
-        kv_cache = _allocate_kv_cache(settings, config, dtype, device, max_model_len)
+        kv_cache, tightness = _allocate_kv_cache(settings, config, dtype, device, max_model_len)
         description = WorkerDescription(
             model=_describe_model(settings.model, config, model, dtype, loaded, max_model_len),
             kv_cache=kv_cache.describe(),
             limits=_limits(settings),
             execution=_describe_execution(device, num_threads),
             self_check=SelfCheck(passed=True, findings=(products,)),
-            degradations=degradations,
-            versions=_versions(),
+            degradations=choice.degradations + tightness,
+            versions=_versions(device),
+            ops=describe_ops(model),
         )
         engine = Engine(model=model, kv_cache=kv_cache, description=description, device=device)
-        report = warm_up_and_check(engine, progress)
+        self_check = warm_up_and_check(engine, progress)
     engine.description = dataclasses.replace(
         description,
-        self_check=dataclasses.replace(report.self_check, findings=(products, *report.self_check.findings)),
-        degradations=degradations + report.degradations,
+        self_check=dataclasses.replace(self_check, findings=(products, *self_check.findings)),
     )
     for degradation in engine.description.degradations:
         _logger.warning("degraded: %s: %s", degradation.reason, degradation.message)
@@ -94,86 +107,30 @@ def _load_weights(model: CausalLM, directory: Path, device: torch.device, progre
         return load_weights(model, checkpoint, device=device, progress=advance)
 
 
-def choose_device(settings: DeviceSettings) -> torch.device:
-    """Resolves --device.
-
-    Raises:
-        SettingsError: a GPU is asked for and there is none.
-    """
-    has_cuda = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_cuda:
-        raise SettingsError("--device cuda: no CUDA device can be used on this machine; use --device cpu or auto")
-    return torch.device("cuda", 0) if has_cuda and settings.device != "cpu" else torch.device("cpu")
-
-
-def choose_dtype(settings: ModelSettings, config: ModelConfig, device: torch.device) -> tuple[torch.dtype, tuple[Degradation, ...]]:
-    """Resolves --dtype: the checkpoint's type, unless this machine computes bfloat16 slower than float32.
-
-    Checkpoints in float16 are served in bfloat16, which has float32's range.
-    """
-    wanted = _DTYPES[(config.dtype or "float32") if settings.dtype == "auto" else settings.dtype]
-    if wanted != torch.bfloat16:
-        return wanted, ()
-    bfloat16_ms, float32_ms = (_product_ms(dtype, device) for dtype in (torch.bfloat16, torch.float32))
-    if bfloat16_ms <= float32_ms:
-        return wanted, ()
-    speeds = f"a product of 512 x 512 takes {bfloat16_ms:.2f} ms in bfloat16 and {float32_ms:.2f} ms in float32 on this machine"
-    if settings.dtype == "auto":
-        return torch.float32, (Degradation(reason="bfloat16_slow", message=f"{speeds}: computing in float32"),)
-    return wanted, (Degradation(reason="bfloat16_slow", message=f"{speeds}: --dtype float32 would be faster"),)
-
-
-def _product_ms(dtype: torch.dtype, device: torch.device, rounds: int = 5) -> float:
-    matrix = torch.ones(512, 512, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        # Reading an element back waits for the device.
-        (matrix @ matrix)[0, 0].item()
-        best = min(best, time.perf_counter() - begun)
-    return best * 1000
-
-
-def choose_max_model_len(settings: ModelSettings, config: ModelConfig) -> int:
-    """Resolves --max-model-len: by default the length that the checkpoint states, at most the one to which its RoPE is scaled.
-
-    Raises:
-        SettingsError: it is more than the model was made for.
-    """
-    if settings.max_model_len is None:
-        return config.max_model_len
-    if settings.max_model_len > config.max_scaled_len:
-        raise SettingsError(
-            f"--max-model-len {settings.max_model_len} is more than the model was made for ({config.max_scaled_len})"
-        )
-    return settings.max_model_len
+def _check_that_all_fits(
+    settings: WorkerSettings, config: ModelConfig, model: CausalLM, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> None:
+    """Finds out before anything is loaded what would come to light only afterwards."""
+    free_bytes = free_bytes_of(device, read_machine())
+    check_weights_fit(weights_bytes(model), free_bytes)
+    plan_kv_cache(settings, config, dtype=dtype, max_model_len=max_model_len, free_bytes=free_bytes - weights_bytes(model))
 
 
 def _allocate_kv_cache(
     settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> KvCache:
-    geometry = KvCacheGeometry(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=settings.kv_cache.block_size,
-        dtype=dtype,
-    )
-    free_bytes = _free_bytes(device, read_machine())
-    num_blocks = choose_num_blocks(settings.kv_cache, geometry, max_model_len=max_model_len, free_bytes=free_bytes)
-    kv_cache = KvCache(geometry, num_blocks, device)
+) -> tuple[KvCache, tuple[Degradation, ...]]:
+    free_bytes = free_bytes_of(device, read_machine())
+    plan = plan_kv_cache(settings, config, dtype=dtype, max_model_len=max_model_len, free_bytes=free_bytes)
     _logger.info(
         "KV cache: %d blocks of %d tokens, %.1f MiB of %.1f MiB free",
-        num_blocks,
-        geometry.block_size,
-        num_blocks * geometry.bytes_per_block / 2**20,
+        plan.num_blocks,
+        plan.geometry.block_size,
+        plan.num_bytes / 2**20,
         free_bytes / 2**20,
     )
-    return kv_cache
-
-
-def _free_bytes(device: torch.device, machine: Machine) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.free_bytes
+    largest_step_bytes = step_bytes(settings.step, config, dtype=dtype, max_model_len=max_model_len)
+    degradations = judge_memory(largest_step_bytes, free_bytes - plan.num_bytes)
+    return KvCache(plan.geometry, plan.num_blocks, device), degradations
 
 
 def _limits(settings: WorkerSettings) -> StepLimits:
@@ -188,11 +145,16 @@ def _limits(settings: WorkerSettings) -> StepLimits:
     )
 
 
+def _printable(name: str) -> str:
+    """A name that can be sent: bytes of a directory's name that are no UTF-8 are spelled out."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def _describe_model(
     settings: ModelSettings, config: ModelConfig, model: CausalLM, dtype: torch.dtype, loaded: LoadedWeights, max_model_len: int
 ) -> ModelDescription:
     return ModelDescription(
-        name=settings.served_model_name or Path(settings.model).resolve().name,
+        name=_printable(settings.served_model_name or Path(settings.model).resolve().name),
         architecture=config.architecture,
         weights_digest=loaded.digest,
         config_digest=config.digest,
@@ -212,7 +174,7 @@ def _describe_model(
 def _describe_execution(device: torch.device, num_threads: int) -> ExecutionDescription:
     return ExecutionDescription(
         device=str(device),
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else read_cpu().name,
         optimization_level=0,
         graph_mode="NONE",
         captured=(),
@@ -222,11 +184,6 @@ def _describe_execution(device: torch.device, num_threads: int) -> ExecutionDesc
     )
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+def _versions(device: torch.device) -> Mapping[str, str]:
+    cuda = {"cuda": torch.version.cuda} if device.type == "cuda" and torch.version.cuda else {}
+    return {**installed_versions(), **cuda}

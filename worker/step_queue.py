@@ -117,6 +117,11 @@ class StepQueue:
             return self._is_draining and not self._queue and self._running is None
 
     @property
+    def running(self) -> Item | None:
+        """The item that the engine is on."""
+        return self._running
+
+    @property
     def running_seconds(self) -> float:
         """How long the engine has been on its present item; 0 while it is idle."""
         with self._work:
@@ -250,11 +255,11 @@ class StepQueue:
         """Answers an executed step, and keeps the answer for retries."""
         answer = Answer(result=result, worker_epoch=step.started_epoch)
         num_bytes = result.num_bytes
+        self._count(step.batch, result)  # First: who reads an answer finds it counted.
         with self._work:
             self._fence.finish(step.batch, answer, num_bytes)
             self._last_step_ns = time.monotonic_ns() - self._running_since_ns
             self._tell([(self._forget(step), answer)])
-        self._count(step.batch, result)
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
         self._counters.increment("steps_executed_total", sequenced=str(batch.is_sequenced).lower())

@@ -3,15 +3,14 @@
 Lines are JSON objects, or coloured text on a terminal. Prompts and token ids are never logged.
 """
 
+import asyncio
+import contextvars
 import logging
-import re
 import sys
 from collections.abc import Callable
 from typing import TextIO
 
 import structlog
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
 class _LogHandler(logging.StreamHandler[TextIO]):
@@ -81,9 +80,30 @@ def configure_logging(
     )
 
 
-def trace_id_of(traceparent: str) -> str:
-    """Returns the trace id (32 hex digits) of a W3C trace context, or "" where it is malformed or invalid (all zeros)."""
-    match = _TRACEPARENT.fullmatch(traceparent)
-    if match is None or traceparent.startswith("ff") or not match[1].strip("0"):
-        return ""
-    return match[1]
+class LineLimit:
+    """Lets the first lines of a kind through, and tells afterwards how many it held back. Lives on the event loop.
+
+    Args:
+        max_lines: of a kind in a period.
+        seconds: length of a period.
+        report: called at the end of a period in which lines were held back, with their kind and number.
+    """
+
+    def __init__(self, *, max_lines: int, seconds: float, report: Callable[[tuple[str, ...], int], None]) -> None:
+        self._max_lines = max_lines
+        self._seconds = seconds
+        self._report = report
+        self._lines: dict[tuple[str, ...], int] = {}
+
+    def admit(self, *kind: str) -> bool:
+        """Whether a line may be written."""
+        if kind not in self._lines:
+            # In a context of its own: what is bound to the lines of this call is not true of the others.
+            asyncio.get_running_loop().call_later(self._seconds, self._end, kind, context=contextvars.Context())
+        count = self._lines[kind] = self._lines.get(kind, 0) + 1
+        return count <= self._max_lines
+
+    def _end(self, kind: tuple[str, ...]) -> None:
+        held_back = self._lines.pop(kind) - self._max_lines
+        if held_back > 0:
+            self._report(kind, held_back)

@@ -1,5 +1,6 @@
 """What people see on a terminal: one progress bar on stderr, and plain tables on stdout."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,8 @@ from typing import TextIO
 _BAR_CELLS = 24
 _REDRAW_SECONDS = 0.1
 _ERASE_LINE = "\r\x1b[2K"
+_DEFAULT_COLUMNS = 120
+_BYTE_UNITS = ("B", "bytes")
 
 
 class TerminalProgress:
@@ -54,7 +57,8 @@ class TerminalProgress:
 
     def _draw(self, line: str) -> None:
         with self._lock:
-            self._stream.write(_ERASE_LINE + line)
+            # A line that wraps could not be erased as a whole.
+            self._stream.write(_ERASE_LINE + line[: _columns_of(self._stream) - 1])
             self._stream.flush()
             self._visible = True
 
@@ -71,13 +75,21 @@ def progress_line(name: str, done: int, total: int | None, unit: str, seconds: f
     share = min(done / total, 1.0)
     filled = int(share * _BAR_CELLS)
     bar = "#" * filled + "." * (_BAR_CELLS - filled)
-    return f"{name} [{bar}] {share:4.0%}  {_amount(done, unit)} of {_amount(total, unit)}, {seconds:.0f} s"
+    so_far = format_bytes(done) if unit in _BYTE_UNITS else f"{done:,}"
+    return f"{name} [{bar}] {share:4.0%}  {so_far} of {_amount(total, unit)}, {seconds:.0f} s"
 
 
 def _amount(number: int, unit: str) -> str:
-    if unit in ("B", "bytes"):
+    if unit in _BYTE_UNITS:
         return format_bytes(number)
     return f"{number:,} {unit}".rstrip()
+
+
+def _columns_of(stream: TextIO) -> int:
+    try:
+        return max(os.get_terminal_size(stream.fileno()).columns, 2)
+    except (OSError, ValueError):
+        return _DEFAULT_COLUMNS
 
 
 def format_bytes(number: int) -> str:

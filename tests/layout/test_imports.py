@@ -13,7 +13,7 @@ Sources = dict[str, ast.Module]
 
 FOLDERS = ("compiler", "graphs", "ops", "proto", "worker")
 
-# The modules that speak gRPC or handle its messages; a `_` after the name stands for the parts of a split module.
+# The modules that speak gRPC or handle its messages.
 EDGE = re.compile(
     r"modelworker\.worker\.(server|servicer|wire(\.\w+)?|interceptor|health|reflection|client(\.\w+)?|payload|recording|cli|command_\w+)"
 )
@@ -28,7 +28,9 @@ HOT = re.compile(
 )
 # Loaded on a bare GPU machine, which has torch but neither gRPC nor structlog.
 BARE = re.compile(r"modelworker\.(ops|compiler|graphs|worker\.models)(\..*)?|modelworker\.worker\.(engine|startup|executor)")
-ROUTER = re.compile(r"modelworker\.worker\.(client|client_\w+)")
+# A router in Python: what a user installs without the extra `worker`.
+ROUTER = re.compile(r"modelworker\.worker\.(client(\.\w+)?|scheduler|scheduler_types)")
+SCHEDULER = re.compile(r"modelworker\.worker\.(scheduler|scheduler_types)")
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,16 @@ def the_client_loads_no_torch(sources: Sources) -> list[str]:
     ]
 
 
+def the_scheduler_stands_on_the_client_alone(sources: Sources) -> list[str]:
+    return [
+        f"{module}:{found.line} {found.target}"
+        for module, tree in sources.items()
+        if SCHEDULER.fullmatch(module)
+        for found in _imports(module, tree, frozenset(sources))
+        if found.target.startswith("modelworker.") and not ROUTER.fullmatch(found.target)
+    ]
+
+
 def modules_do_not_import_each_other_in_circles(sources: Sources) -> list[str]:
     loaded = _reachable(sources, with_packages=False)
     return [f"{one} <-> {other}" for one in sources for other in loaded[one] if one < other and one in loaded.get(other, ())]
@@ -202,6 +214,9 @@ def modules_do_not_import_each_other_in_circles(sources: Sources) -> list[str]:
 Rule = Callable[[Sources], list[str]]
 
 RULES: list[tuple[Rule, dict[str, str]]] = [
+    (the_scheduler_stands_on_the_client_alone, {"modelworker.worker.scheduler": "from modelworker.worker.batch import StepBatch"}),
+    (the_client_loads_no_torch, {"modelworker.worker.client.step": "import torch"}),
+    (the_client_loads_no_torch, {"modelworker.worker.scheduler": "import torch"}),
     (four_folders_import_none_of_each_other, {"modelworker.ops.norm": "from modelworker.worker import errors"}),
     (four_folders_import_none_of_each_other, {"modelworker.graphs.keys": "import modelworker.compiler.split"}),
     (four_folders_import_none_of_each_other, {"modelworker.ops.norm": "from .. import graphs"}),

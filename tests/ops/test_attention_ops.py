@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -137,6 +139,40 @@ def test_nan_in_slots_that_the_batch_does_not_own_changes_nothing() -> None:
     assert results[0].isfinite().all()
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_nan_outside_the_window_changes_nothing(query_len: int) -> None:
+    case = Case([query_len], [40])
+    expected = case.run(window=3)
+    for block in case.tables[0][:9]:
+        case.key_cache[block] = NAN
+        case.value_cache[block] = NAN
+    assert torch.equal(case.run(window=3), expected)
+
+
+@pytest.mark.parametrize("rows", [[(5000, 1)], [(5000, 300)], [(4999, 1), (20, 1), (5, 1)]])
+def test_contexts_longer_than_a_key_tile_attend_as_dense_attention_does(rows: list[tuple[int, int]]) -> None:
+    case = Case([query_len for _, query_len in rows], [context for context, _ in rows], block_size=32)
+    assert_close(case.run(), case.expected())
+
+
+def test_a_chunk_at_a_long_context_needs_little_working_memory() -> None:
+    """Scores of all pairs would take 16 heads x 256 x 32,000 x 4 bytes = 500 MiB, and the softmax as much again."""
+    program = """
+import resource, torch, modelworker.ops
+torch.set_num_threads(1)
+heads, length, query_len = 16, 32_000, 256
+cache = torch.zeros(length // 32 + 1, 1, 32, 16)
+query = torch.zeros(query_len, heads, 16)
+arguments = (torch.tensor([0, query_len], dtype=torch.int32), torch.tensor([length], dtype=torch.int32),
+             torch.arange(1, length // 32 + 1, dtype=torch.int32).view(1, -1), torch.empty(0), 0.1, 0, 0.0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+torch.ops.modelworker.paged_attention(query, cache, cache, torch.empty_like(query), *arguments)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    grown = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert grown < 250 * 1024
 
 
 def test_results_do_not_depend_on_which_blocks_a_sequence_owns() -> None:

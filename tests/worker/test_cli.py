@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
@@ -52,7 +54,7 @@ def address() -> Iterator[str]:
 def test_help_names_every_command():
     result = modelworker("--help")
     assert result.returncode == 0
-    for command in ("serve", "info", "generate", "import-gguf"):
+    for command in ("serve", "doctor", "info", "generate", "demo", "payload", "import-gguf"):
         assert command in result.stdout
 
 
@@ -69,6 +71,15 @@ def test_version_is_that_of_the_distribution():
         (("serve", "--port", "x"), "argument --port: 'x' is not a port"),
         (("serve",), "no model: give --model DIR or set MODELWORKER_MODEL"),
         (("info", "--timeout", "0"), "argument --timeout: '0' is not a number above 0"),
+        # What would not fit into WorkerInfo, into gRPC's options, or into the machine.
+        (("serve", "--max-sequences", "3000000000"), "argument --max-sequences: '3000000000' is not an integer of 1 .. 1073741824"),
+        (("serve", "--max-steps-in-flight", str(2**30 + 1)), "argument --max-steps-in-flight"),
+        (
+            ("serve", "--lease-idle-seconds", "1e17"),
+            "argument --lease-idle-seconds: '1e17' is not a number above 0",
+        ),
+        (("serve", "--max-message-size", "3G"), "argument --max-message-size: '3G' is too large"),
+        (("serve", "--threads", "100000"), "argument --threads: '100000' is not a number of threads"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_two(words: tuple[str, ...], part: str):
@@ -80,12 +91,43 @@ def test_wrong_usage_is_one_line_and_code_two(words: tuple[str, ...], part: str)
     assert part in line
 
 
+@pytest.mark.parametrize("host", ["x" * 300, "é..é", "no such host"])
+def test_a_host_that_is_no_name_is_one_line_and_code_one(host: str):
+    result = modelworker("serve", "--port", "0", "--host", host, "--model", ".", MODELWORKER_LOG_LEVEL="error")
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("modelworker: error: can't listen on host ")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4, 1.0])
+def test_a_signal_in_the_first_moments_ends_the_worker_in_order(smollm2_dir: Path, seconds: float):
+    words = ["serve", "--model", str(smollm2_dir), "--port", "0", "--log-level", "error"]
+    # What comes before `main` is Python's own start, which no program can change.
+    program = f"import modelworker.worker.cli as cli; print('up', flush=True); raise SystemExit(cli.main({words!r}))"
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.05 + seconds)
+        process.terminate()
+        assert process.wait(30) == 0
+
+
 def test_a_model_that_is_not_there_is_one_line_and_code_one():
     result = modelworker("serve", "--port", "0", "--model", "/no/such/directory", MODELWORKER_LOG_LEVEL="error")
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith("modelworker: error: ")
     assert "/no/such/directory" in line
+
+
+def test_a_gguf_file_as_model_is_one_line_that_says_how_to_import_it(tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    result = modelworker("serve", "--model", str(path))
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert "import-gguf" in line
 
 
 def test_a_misspelled_variable_is_warned_of_with_the_right_one():

@@ -170,6 +170,19 @@ def test_a_value_that_does_not_fit_its_field_is_an_error_and_never_another_value
         build_step(**{**arrays, field: values})
 
 
+@pytest.mark.parametrize("modes", [[128], [200, 1], [-1]])
+def test_an_enum_that_takes_more_than_a_byte_is_an_error_and_never_another_number_of_rows(modes: list[int]) -> None:
+    with pytest.raises(ValueError, match="logprobs_mode: found values"):
+        build_step(
+            query_lens=[1],
+            context_lens=[0],
+            token_ids=[1],
+            block_counts=[1],
+            block_ids=[1],
+            sampling=StepSampling(logprobs_mode=modes),
+        )
+
+
 def test_arrays_of_any_stride_and_byte_order_are_sent_as_the_numbers_they_hold() -> None:
     values = np.arange(10, dtype=">i8")[::3]
     assert list(one_row(values).token_ids) == [0, 3, 6, 9]  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """One step of a tiny model: what is read, what is written, and what comes out."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from modelworker.worker.batch import GraphMode, SequenceErrorCode, StepResult
 from modelworker.worker.client.step import StepSampling
 from modelworker.worker.engine import Engine
+from modelworker.worker.errors import FatalEngineError
 from modelworker_testing.checkpoints import save_table_model, save_tiny
 from modelworker_testing.engines import engine_of, execute
 
@@ -34,6 +35,13 @@ def fill(engine: Engine, value: float) -> None:
     with torch.inference_mode():
         for cache in caches(engine):
             cache.fill_(value)
+
+
+def raising(error: Exception) -> Callable[[Tensor], Tensor]:
+    def fail(hidden_states: Tensor) -> Tensor:
+        raise error
+
+    return fail
 
 
 def logprob(result: StepResult) -> float:
@@ -215,6 +223,19 @@ def test_unseeded_rows_draw_anew_each_time_and_seeded_ones_repeat(tmp_path: Path
             draws.append(result.sampled_ids.tolist())
     assert len({seeded for seeded, _ in draws}) == 1
     assert len({unseeded for _, unseeded in draws}) > 10
+
+
+def test_a_fault_of_the_device_is_fatal_and_any_other_error_is_not(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, expected in (
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700), FatalEngineError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (ValueError("a defect"), ValueError),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model, "compute_logits", raising(error))
+            with pytest.raises(expected):
+                execute(engine, query_lens=[1], context_lens=[0], token_ids=[1], tables=[[1]])
+    assert len(execute(engine, query_lens=[1], context_lens=[0], token_ids=[1], tables=[[1]]).sampled_ids) == 1
 
 
 def test_steps_neither_track_gradients_nor_change_the_callers_grad_mode(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,8 @@ from modelworker.worker.errors import (
 )
 from modelworker.worker.executor import Executor
 from modelworker.worker.settings import FencingSettings
-from modelworker.worker.ticket import Answer
+from modelworker.worker.step_queue import StepQueue
+from modelworker.worker.ticket import Answer, Outcomes, Step
 from modelworker_testing.executor_world import (
     ALICE,
     PATIENCE_SECONDS,
@@ -79,12 +81,33 @@ def test_queue_and_total_times_are_filled_in_and_the_engines_own_are_kept() -> N
     run(main())
 
 
+def test_a_step_is_counted_before_its_answer_is_told() -> None:
+    counters = Counters()
+    counted: list[int] = []
+
+    def tell(outcomes: Outcomes) -> None:
+        if any(isinstance(outcome, Answer) for _, outcome in outcomes):
+            counted.append(counters.snapshot().get('steps_executed_total{sequenced="false"}', 0))
+
+    async def main() -> None:
+        queue = StepQueue(FencingSettings(), counters, tell=tell, clear_kv_cache=lambda: None)
+        engine = KvEngine()
+        for _ in range(2):
+            queue.admit(trial())
+            step = queue.take()
+            assert isinstance(step, Step)
+            queue.finish(step, engine.step(step.batch))
+
+    run(main())
+    assert counted == [1, 2]
+
+
 # -- starting --
 
 
 def test_before_the_engine_is_built_everything_is_unavailable_and_the_worker_is_alive_but_not_ready() -> None:
     async def main() -> None:
-        executor = Executor(settings=FencingSettings(), stall_seconds=0.001, telemetry=Counters())
+        executor = Executor(settings=FencingSettings(), stall_seconds=0.001, counters=Counters())
         go_on = threading.Event()
         engines: list[KvEngine] = []
 
@@ -112,7 +135,7 @@ def test_before_the_engine_is_built_everything_is_unavailable_and_the_worker_is_
 
 def test_what_build_raises_is_raised_to_whoever_waits_for_readiness() -> None:
     async def main() -> None:
-        executor = Executor(settings=FencingSettings(), stall_seconds=60, telemetry=Counters())
+        executor = Executor(settings=FencingSettings(), stall_seconds=60, counters=Counters())
 
         def build() -> KvEngine:
             raise CheckpointError("config.json is missing")
@@ -128,12 +151,12 @@ def test_what_build_raises_is_raised_to_whoever_waits_for_readiness() -> None:
 
 def test_draining_and_stopping_before_the_start_or_during_the_build_end_at_once() -> None:
     async def main() -> None:
-        unstarted = Executor(settings=FencingSettings(), stall_seconds=60, telemetry=Counters())
+        unstarted = Executor(settings=FencingSettings(), stall_seconds=60, counters=Counters())
         unstarted.begin_drain()
         await unstarted.drained()
         unstarted.stop()
 
-        building = Executor(settings=FencingSettings(), stall_seconds=60, telemetry=Counters())
+        building = Executor(settings=FencingSettings(), stall_seconds=60, counters=Counters())
         go_on = threading.Event()
         threads: list[threading.Thread] = []
 
@@ -190,6 +213,30 @@ def test_a_step_that_fails_after_launch_acts_as_a_reset_and_the_lease_stays(fail
             await settle(*tasks)
 
     run(main())
+
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), FatalEngineError("the device is gone")])
+def test_the_log_line_of_a_fault_carries_the_steps_identity_and_its_trace(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> int:
+        async with worker() as world:
+            gate = Gate(world.engine)
+            epoch = world.epoch
+            traceparent = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+            task = world.send(replace(world.sequenced(1), client_tag=34, traceparent=traceparent))
+            await gate.arrival()
+            gate.let_one_pass(error)
+            await error_of(task)
+            return epoch
+
+    epoch = run(main())
+    (record,) = (record for record in caplog.records if record.exc_info)
+    fields = {name: vars(record)[name] for name in ("step_id", "epoch", "client_tag", "trace_id")}
+    assert fields == {"step_id": 1, "epoch": epoch, "client_tag": 34, "trace_id": TRACE_ID}
 
 
 def test_an_unsequenced_step_that_is_queued_behind_a_failing_one_still_runs() -> None:
@@ -339,7 +386,7 @@ def test_an_engine_that_outlives_the_event_loop_ends_quietly() -> None:
     passed = threading.Event()
 
     async def main() -> None:
-        executor = Executor(settings=FencingSettings(), stall_seconds=60, telemetry=Counters())
+        executor = Executor(settings=FencingSettings(), stall_seconds=60, counters=Counters())
         arrived = asyncio.Event()
         loop = asyncio.get_running_loop()
 

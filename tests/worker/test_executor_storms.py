@@ -81,7 +81,8 @@ def test_a_router_that_loses_its_connection_200_times_resumes_with_the_tokens_of
         async with worker() as world:
             router = Router(world, chance)
             epoch = world.epoch
-            world.engine.before_step = lambda batch: time.sleep(random.choice((0, 0, 0.0005)))
+            pauses = random.Random(seed)  # The engine thread's own.
+            world.engine.before_step = lambda batch: time.sleep(pauses.choice((0, 0, 0.0005)))
             for _ in range(NUM_DISCONNECTS):
                 assert len(router.sampled) < len(expected)
                 await router.lose_connection()
@@ -104,11 +105,12 @@ def test_in_a_storm_of_cancellations_deadlines_faults_and_resets_every_call_ends
         chance = random.Random(seed)
         async with worker(max_steps_in_flight=8) as world:
             numbers = itertools.count(1)
+            pauses = random.Random(seed)  # The engine thread's own.
 
             def disturb(batch: StepBatch) -> None:
                 if next(numbers) % 40 == 0:
                     raise RuntimeError("every 40th step fails")
-                time.sleep(random.choice((0, 0, 0.0005)))
+                time.sleep(pauses.choice((0, 0, 0.0005)))
 
             world.engine.before_step = disturb
 

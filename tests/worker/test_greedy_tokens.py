@@ -1,6 +1,7 @@
 """The worker's greedy tokens through a real server are those of transformers, however the router cuts and places the work."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,25 +30,25 @@ class Oracle:
 
     def __init__(self, model_dir: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-        self.num_positions = 0
-        self.num_ties = 0
-        self._seen: set[tuple[Tokens, Tokens]] = set()
+        self._num_ties: dict[tuple[Tokens, Tokens], int] = {}
 
-    def check(self, prompt: Tokens, output: Tokens) -> None:
-        """Asserts that each token of the output is the most probable one after those before it."""
-        self.num_positions += len(output)
-        if (prompt, output) in self._seen:
-            return
-        with torch.inference_mode():
-            logits = self.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
-        values, candidates = logits.topk(2)
-        for position, token in enumerate(output):
-            if token != candidates[position, 0]:
-                gap = (values[position, 0] - values[position, 1]).item()
-                assert token == candidates[position, 1], f"{prompt=} {position=}"
-                assert gap < TIE_GAP, f"{prompt=} {position=}"
-                self.num_ties += 1
-        self._seen.add((prompt, output))
+    def check(self, prompts: list[Tokens], outputs: list[Tokens]) -> None:
+        """Asserts that each token is the most probable one after those before it, but for one near tie in 1,000 positions."""
+        num_ties = sum(self._ties_of(prompt, output) for prompt, output in zip(prompts, outputs, strict=True))
+        assert num_ties <= math.ceil(sum(len(output) for output in outputs) * MAX_TIES_PER_POSITION)
+
+    def _ties_of(self, prompt: Tokens, output: Tokens) -> int:
+        """Counts the positions at which the other one of two nearly equal tokens stands."""
+        if (prompt, output) not in self._num_ties:
+            with torch.inference_mode():
+                logits = self.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+            values, candidates = logits.topk(2)
+            others = [position for position, token in enumerate(output) if token != candidates[position, 0]]
+            for position in others:
+                assert output[position] == candidates[position, 1], f"{prompt=} {position=}"
+                assert (values[position, 0] - values[position, 1]).item() < TIE_GAP, f"{prompt=} {position=}"
+            self._num_ties[prompt, output] = len(others)
+        return self._num_ties[prompt, output]
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +99,7 @@ def test_greedy_tokens_are_those_of_transformers(
     worker: WorkerProcess, prompts: list[Tokens], oracle: Oracle, settings: SchedulerSettings
 ) -> None:
     outputs, _ = generate(worker, prompts, settings)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        oracle.check(prompt, output)
-    assert oracle.num_ties <= oracle.num_positions * MAX_TIES_PER_POSITION
+    oracle.check(prompts, outputs)
 
 
 def test_greedy_tokens_of_a_sequence_alone_are_those_of_transformers(
@@ -108,9 +107,7 @@ def test_greedy_tokens_of_a_sequence_alone_are_those_of_transformers(
 ) -> None:
     chosen = prompts[::5]
     outputs, _ = generate(worker, chosen, SchedulerSettings(max_sequences=1))
-    for prompt, output in zip(chosen, outputs, strict=True):
-        oracle.check(prompt, output)
-    assert oracle.num_ties <= max(1, oracle.num_positions * MAX_TIES_PER_POSITION)
+    oracle.check(chosen, outputs)
 
 
 def test_greedy_tokens_after_preemption_and_recompute_are_those_of_transformers(
@@ -118,6 +115,4 @@ def test_greedy_tokens_after_preemption_and_recompute_are_those_of_transformers(
 ) -> None:
     outputs, num_preemptions = generate(worker, prompts, SchedulerSettings(prefill_chunk=33, max_blocks=60))
     assert num_preemptions > 3
-    for prompt, output in zip(prompts, outputs, strict=True):
-        oracle.check(prompt, output)
-    assert oracle.num_ties <= oracle.num_positions * MAX_TIES_PER_POSITION
+    oracle.check(prompts, outputs)

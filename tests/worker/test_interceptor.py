@@ -1,6 +1,7 @@
 """Every row of the error table, through a real server."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelworker.proto import model_worker_pb2 as pb
+from modelworker.worker.call import CallContext
+from modelworker.worker.counters import Counters
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import InvalidStepError, PreconditionError, PreconditionReason, Violation, WorkerError
-from modelworker.worker.interceptor import INTERNAL_TEXT, code_of, status_of
+from modelworker.worker.interceptor import INTERNAL_TEXT, StatusInterceptor, code_of, status_of
 from modelworker.worker.settings import FencingSettings, WorkerSettings
 from modelworker_testing.serving import Gate, Running, SumEngine, async_test, running_server, status_details, step_request
 
@@ -324,3 +327,46 @@ async def test_each_step_is_one_debug_line_with_its_timings(capfd: pytest.Captur
     (line,) = (line for line in capfd.readouterr().err.splitlines() if "step executed" in line)
     for part in ('"num_tokens": 3', '"num_sequences": 1', '"queue_ms": ', '"forward_ms": ', '"client_tag": 5', '"level": "debug"'):
         assert part in line
+
+
+@async_test
+async def test_a_call_arrives_before_its_request_is_parsed_and_its_handler_gets_the_bytes():
+    seen = []
+
+    def parse_slowly(raw: bytes) -> bytes:
+        time.sleep(0.05)
+        return raw[::-1]
+
+    async def answer(request: bytes, context: CallContext) -> bytes:
+        seen.append((request, context.raw, time.monotonic_ns() - context.arrival_ns, context.time_remaining()))
+        return b"answer"
+
+    interceptor = StatusInterceptor(Counters(), check_size=lambda method, raw: None, max_held_bytes=100)
+    server = grpc.aio.server(interceptors=[interceptor])
+    handlers = {"Call": grpc.unary_unary_rpc_method_handler(answer, request_deserializer=parse_slowly)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert await channel.unary_unary("/test/Call")(b"abc", timeout=30) == b"answer"
+    finally:
+        await server.stop(None)
+    ((request, raw, age_ns, remaining_seconds),) = seen
+    assert (request, raw) == (b"cba", b"abc")
+    assert age_ns >= 50_000_000
+    assert 0 < remaining_seconds < 31
+
+
+@async_test
+async def test_a_trace_context_that_can_not_be_parsed_is_counted_and_the_step_runs(capfd: pytest.CaptureFixture[str]):
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    settings = WorkerSettings()
+    settings = replace(settings, server=replace(settings.server, log_level="debug"))
+    async with running_server(settings) as running:
+        for traceparent in ("nonsense", "x" * 10_000, f"01-{trace}-b7ad6b7169203331-01-and more", ""):
+            await running.stub.ExecuteStep(step_request([1], traceparent=traceparent), metadata=(("traceparent", "no trace"),))
+        assert running.server.counters.snapshot()["trace_contexts_ignored_total"] == 6
+    lines = [line for line in capfd.readouterr().err.splitlines() if "step executed" in line]
+    assert len(lines) == 4
+    assert [f'"trace_id": "{trace}"' in line for line in lines] == [False, False, True, False]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modelworker.worker.machine import Machine, read_machine
+from modelworker.worker.machine import Machine, choose_threads, read_cpu, read_machine
 
 MEMINFO = "MemTotal:       64000000 kB\nMemAvailable:   32000000 kB\n"
 
@@ -98,3 +98,42 @@ def test_cgroup_v1s_unlimited_memory_is_no_limit(tmp_path: Path) -> None:
         sys__fs__cgroup__memory__memory_dot_usage_in_bytes="1000",
     )
     assert read_machine(root, {}).free_bytes == 32_000_000 * 1024
+
+
+@pytest.mark.parametrize(
+    ("wanted", "facts", "threads", "source"),
+    [
+        (3, {"cpu_quota": 2.0, "omp_num_threads": 5}, 3, "--threads 3"),
+        (None, {"cpu_quota": 2.0, "omp_num_threads": 5}, 5, "OMP_NUM_THREADS=5"),
+        (None, {"cpu_quota": 2.5}, 2, "the CPU quota of 2.5, at most 16 CPUs by affinity"),
+        (None, {"cpu_quota": 64.0}, 16, "16 CPUs by affinity, no lower quota"),
+        (None, {}, 16, "16 CPUs by affinity, no lower quota"),
+    ],
+)
+def test_the_number_of_threads_comes_with_its_source(
+    wanted: int | None, facts: dict[str, object], threads: int, source: str
+) -> None:
+    assert choose_threads(wanted, machine(**facts)) == (threads, source)
+
+
+@pytest.mark.parametrize(
+    ("flags", "abilities"),
+    [
+        ("sse4_2 avx", set()),
+        ("avx2 fma", {"avx2"}),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl", {"avx2", "avx512"}),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16", {"avx2", "avx512", "bfloat16"}),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl amx_tile amx_bf16", {"avx2", "avx512", "bfloat16", "amx"}),
+    ],
+)
+def test_what_a_cpu_can_do_is_read_from_its_flags(tmp_path: Path, flags: str, abilities: set[str]) -> None:
+    cpu = read_cpu(tree(tmp_path, proc__cpuinfo=f"processor\t: 0\nmodel name\t: Fast 9000\nflags\t\t: {flags}\n\nprocessor\t: 1\n"))
+    assert cpu.name == "Fast 9000"
+    assert {ability for ability in ("avx2", "avx512", "bfloat16", "amx") if getattr(cpu, f"has_{ability}")} == abilities
+
+
+def test_an_arm_cpu_and_a_system_that_says_nothing_have_a_name_too(tmp_path: Path) -> None:
+    assert read_cpu(tree(tmp_path / "arm", proc__cpuinfo="processor\t: 0\nFeatures\t: fp asimd bf16\n")).has_bfloat16
+    silent = read_cpu(tree(tmp_path / "silent"))
+    assert silent.name
+    assert silent.features == frozenset()

@@ -215,6 +215,19 @@ def test_logprobs_are_only_computed_for_the_rows_that_ask() -> None:
     assert run(logits_rows(2), parameters(2)).logprobs is None
 
 
+def test_top_p_beyond_the_sorted_prefix_keeps_what_the_definition_keeps() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 5000, generator=generator) * 0.1
+    logits[2, 4000:] = logits[2, 3999]
+    samples = run(
+        logits, parameters(3, temperature=1.0, top_p=[0.9, 0.01, 0.5], num_logprobs=0, processed_logprobs=True, seed=[1, 2, 3])
+    )
+    assert samples.logprobs is not None
+    for row, top_p in enumerate([0.9, 0.01, 0.5]):
+        expected = distribution(logits[row].numpy(), 1.0, 0, top_p, 0.0)
+        assert samples.logprobs[row] == pytest.approx(math.log(expected[samples.token_ids[row]]), abs=2e-3)
+
+
 def test_no_rows_give_no_tokens() -> None:
     assert len(run(torch.empty(0, VOCAB), parameters(0)).token_ids) == 0
     assert len(sample(torch.empty(0, VOCAB), None, None, np.zeros(0, np.int32)).token_ids) == 0

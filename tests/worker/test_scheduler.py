@@ -105,7 +105,8 @@ class Slot:
 class ChainWorker(ModelWorkerServicer):
     """Executes steps on a dictionary of slots, keeps the last answers for retries, and notes every breach of the protocol.
 
-    `faults` names what goes wrong at the calls of ExecuteStep to come: "" nothing, "busy" refused with RetryInfo, "lost answer"
+    `faults` names what goes wrong at the calls of ExecuteStep to come: "" nothing, "busy" refused with RetryInfo, "refused" as
+    malformed, "lost answer"
     executed but answered UNAVAILABLE, "not executed" UNAVAILABLE at once, "lost KV" a new epoch before the step, "fault" a new
     epoch after it and INTERNAL, "taint" a living row's block is reported as tainted.
     """
@@ -166,6 +167,8 @@ class ChainWorker(ModelWorkerServicer):
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "busy":
             raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy", retry_ms=1)
+        if fault == "refused":
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "malformed")
         if fault == "not executed":
             raise RefusedError(grpc.StatusCode.UNAVAILABLE, "gone")
         if fault == "lost KV":
@@ -318,6 +321,8 @@ def run(
         sampled = [each for each in events if isinstance(each, TokenSampled) and ids[each.request_id] == position]
         assert tuple(each.token_id for each in sampled) == event.output_ids
         assert [each.index for each in sampled] == list(range(len(sampled)))
+        assert [each.is_stop for each in sampled[:-1]] == [False] * (len(sampled) - 1)
+        assert not sampled or sampled[-1].is_stop == (event.reason is FinishReason.STOP)
     assert len(finished) == len(arrivals)
     return finished, events
 
@@ -445,6 +450,14 @@ def test_a_step_whose_answer_is_lost_is_executed_once(served: Served) -> None:
         finished, _ = run(served, worker, SchedulerSettings(), arrivals)
         assert_as_expected(worker, finished, arrivals)
     assert shaky.num_executed == quiet.num_executed
+
+
+def test_a_step_that_the_worker_refuses_ends_its_requests_with_the_reason_and_the_others_go_on(served: Served) -> None:
+    request = Request(prompt_ids=(5, 6, 7), max_tokens=4, stop_token_ids=frozenset())
+    finished, _ = run(served, ChainWorker(faults=["", "refused"]), SchedulerSettings(), [(0, request), (2, request)])
+    assert finished[0].reason is FinishReason.ERROR
+    assert "malformed" in finished[0].error
+    assert finished[1].reason is FinishReason.LENGTH
 
 
 def test_a_request_that_breaks_the_worker_again_and_again_is_given_up(served: Served) -> None:

@@ -78,6 +78,11 @@ def test_the_option_keys_are_those_that_the_core_reads():
         "grpc.max_send_message_length": 5,
         "grpc.http2.min_ping_interval_without_data_ms": 5000,
         "grpc.http2.max_ping_strikes": 0,
+        "grpc.keepalive_time_ms": 20_000,
+        "grpc.keepalive_timeout_ms": 10_000,
+        "grpc.http2.ping_timeout_ms": 10_000,
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.http2.max_pings_without_data": 0,
     }
 
 
@@ -119,6 +124,79 @@ async def test_a_client_that_pings_often_is_not_cut_off_during_a_long_step_as_it
         )
     assert list(answer.sampled_ids) == [6]
     assert cut_off
+
+
+class DeadWire:
+    """A connection through which nothing comes any more once it is cut, while both ends believe in it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._is_cut = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> "DeadWire":
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, far_writer]
+        for source, target in ((reader, far_writer), (far_reader, writer)):
+            self._tasks.append(asyncio.create_task(self._carry(source, target)))
+
+    async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while content := await source.read(65536):
+            if not self._is_cut:
+                target.write(content)
+        target.close()
+
+
+@pytest.mark.parametrize("has_keepalive", [True, False])
+@async_test
+async def test_the_call_of_a_peer_that_vanishes_without_a_word_is_cancelled_because_of_the_keepalive(has_keepalive: bool):
+    """With the server's options in seconds: the real ones would take half a minute."""
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: bytes, context: object) -> bytes:
+        started.set()
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            ended.set()
+            raise
+        return b""
+
+    quick = dict.fromkeys(("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"), 1000)
+    options = dict(server_options(MIB)) | quick
+    server = grpc.aio.server(options=[(key, value) for key, value in options.items() if has_keepalive or key not in quick])
+    handler = grpc.method_handlers_generic_handler("test", {"Wait": grpc.unary_unary_rpc_method_handler(wait)})
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with DeadWire(port) as wire, grpc.aio.insecure_channel(f"127.0.0.1:{wire.port}") as channel:
+            call = channel.unary_unary("/test/Wait")(b"")
+            await asyncio.wait_for(started.wait(), 10)
+            wire.cut()
+            if has_keepalive:
+                await asyncio.wait_for(ended.wait(), 15)
+            else:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), 4)
+            call.cancel()
+    finally:
+        await server.stop(None)
 
 
 @async_test
@@ -272,6 +350,22 @@ async def test_steps_that_outlast_the_drain_limit_end_as_unavailable_and_the_exi
             await step
         assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         gate.open()
+
+
+@async_test
+async def test_a_server_that_can_not_watch_its_engine_any_more_ends_as_after_a_fault(capfd: pytest.CaptureFixture[str]):
+    async with running_server() as running:
+        update = running.server.health.update
+
+        def fail_once(**states: bool) -> bool:
+            running.server.health.update = update
+            raise RuntimeError("health is broken")
+
+        running.server.health.update = fail_once
+        assert await asyncio.wait_for(running.task, 10) is ExitCode.ENGINE_FAULT
+    log = capfd.readouterr().err
+    assert "the engine is not watched any more" in log
+    assert "RuntimeError: health is broken" in log
 
 
 def test_the_port_file_is_written_as_a_whole(tmp_path: Path):

@@ -1,3 +1,4 @@
+import asyncio
 import io
 import json
 import logging
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from modelworker.worker.telemetry import configure_logging, trace_id_of
+from modelworker.worker.telemetry import LineLimit, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -111,18 +112,32 @@ def test_a_hook_runs_before_each_line():
     assert calls == [""]
 
 
-@pytest.mark.parametrize(
-    ("traceparent", "trace_id"),
-    [
-        ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "0af7651916cd43dd8448eb211c80319c"),
-        ("cc-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-what the future holds", "0af7651916cd43dd8448eb211c80319c"),
-        ("ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", ""),
-        ("00-00000000000000000000000000000000-b7ad6b7169203331-01", ""),
-        ("00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01", ""),
-        ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\n", ""),
-        ("nonsense", ""),
-        ("", ""),
-    ],
-)
-def test_the_trace_id_is_read_from_a_valid_trace_context_only(traceparent: str, trace_id: str):
-    assert trace_id_of(traceparent) == trace_id
+def test_of_many_lines_of_a_kind_the_first_are_let_through_and_the_others_told_as_a_number():
+    told = []
+
+    async def main() -> None:
+        limit = LineLimit(max_lines=3, seconds=0.1, report=lambda kind, number: told.append((kind, number)))
+        assert [limit.admit("a") for _ in range(5)] == [True, True, True, False, False]
+        assert [limit.admit("b", "c") for _ in range(3)] == [True] * 3
+        await asyncio.sleep(0.15)
+        assert told == [(("a",), 2)]
+        assert [limit.admit("a") for _ in range(4)] == [True, True, True, False]
+        await asyncio.sleep(0.15)
+
+    asyncio.run(main())
+    assert told == [(("a",), 2), (("a",), 1)]
+
+
+def test_the_number_of_held_back_lines_is_told_without_the_context_of_a_call():
+    told = []
+
+    async def main() -> None:
+        limit = LineLimit(
+            max_lines=1, seconds=0.01, report=lambda kind, number: told.append(structlog.contextvars.get_contextvars())
+        )
+        with structlog.contextvars.bound_contextvars(step_id=3):
+            assert [limit.admit("a"), limit.admit("a")] == [True, False]
+        await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert told == [{}]

@@ -1,4 +1,8 @@
+import fcntl
 import io
+import os
+import struct
+import termios
 
 import pytest
 
@@ -33,6 +37,18 @@ def test_a_stage_that_fails_leaves_nothing_on_the_screen():
     with pytest.raises(RuntimeError), TerminalProgress(stream).stage("loading weights", 10):
         raise RuntimeError
     assert screen(stream.getvalue()) == [""]
+
+
+def test_a_line_is_cut_to_the_terminal_so_that_all_of_it_can_be_erased():
+    primary, secondary = os.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    with os.fdopen(secondary, "w") as stream, os.fdopen(primary, "rb", buffering=0) as screen:
+        with TerminalProgress(stream).stage("importing a file with a long name", 10**9, "parameters"):
+            pass
+        drawn = screen.read(4096).decode()
+    bars = [line for line in drawn.replace("\n", "\r").split("\r") if "[" in line.replace("\x1b[2K", "")]
+    assert bars
+    assert all(len(line.replace("\x1b[2K", "")) < 40 for line in bars)
 
 
 def test_the_bar_is_taken_away_before_a_log_line():

@@ -116,7 +116,10 @@ def test_as_many_tokens_as_allowed_are_accepted_and_one_more_is_refused() -> Non
         return step_request((0, 20, [1, 2, 3, 4, 5]), (0, query, [6, 7, 8, 9, 10, 11]))
 
     assert parse(request_of(20)).num_tokens == 40
-    assert violations_of(request_of(21))["query_lens"] == "found 41 tokens in sum, expected at most max_tokens_per_step = 40"
+    assert violations_of(request_of(21)) == {"token_ids": "found 41 tokens, expected at most max_tokens_per_step = 40"}
+    short = request_of(21)
+    del short.token_ids[-1]
+    assert violations_of(short)["query_lens"] == "found 41 tokens in sum, expected at most max_tokens_per_step = 40"
 
 
 # -- tokens --
@@ -364,7 +367,6 @@ def test_the_identity_of_a_step_reaches_the_batch() -> None:
         TRACE[:-1],
         TRACE + "0",
         TRACE + "\n",
-        "01" + TRACE[2:],
         TRACE.replace("-", "_"),
         "00-" + "0" * 32 + TRACE[35:],
         TRACE[:36] + "0" * 16 + TRACE[52:],
@@ -372,11 +374,13 @@ def test_the_identity_of_a_step_reaches_the_batch() -> None:
         "a" * 100_000,
     ],
 )
-def test_a_malformed_trace_context_is_refused_and_quoted_only_in_part(trace: str) -> None:
-    violations = violations_of(decode_of(1, traceparent=trace))
-    assert list(violations) == ["traceparent"]
-    assert len(violations["traceparent"]) < 500
-    assert "\n" not in violations["traceparent"]
+def test_a_trace_context_that_can_not_be_parsed_is_ignored(trace: str) -> None:
+    assert parse(decode_of(1, traceparent=trace)).traceparent == ""
+
+
+def test_a_trace_context_of_a_later_version_is_kept() -> None:
+    later = "01" + TRACE[2:] + "-more"
+    assert parse(decode_of(1, traceparent=later)).traceparent == later
 
 
 @pytest.mark.parametrize(
@@ -511,7 +515,7 @@ def test_a_huge_malformed_step_is_refused_at_once() -> None:
     request = step_request((-1, 1, [0]))
     request.MergeFromString(b"\x52" + varint(40_000_000) + b"\xff" * 40_000_000)
     begun = time.perf_counter()
-    assert list(violations_of(request))[:2] == ["context_lens[0]", "token_ids"]
+    assert list(violations_of(request)) == ["token_ids"]
     assert time.perf_counter() - begun < 1.0
 
 

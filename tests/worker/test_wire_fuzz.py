@@ -19,21 +19,41 @@ WORKER = describe_worker()
 many = settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-def parses_exactly_when_valid(request: pb.ExecuteStepRequest) -> None:
-    """The property: agrees with brute force, says what is wrong, and leaves the request as it was."""
+def parses_exactly_when_valid(request: pb.ExecuteStepRequest, raw: bytes | None = None) -> None:
+    """The property: agrees with brute force, says what is wrong, and leaves the request as it was.
+
+    Args:
+        request: of any content.
+        raw: what it was parsed from, if that is there; the outcome is the same without.
+    """
     before = request.SerializeToString(deterministic=True)
     if is_valid(request, WORKER):
         event("valid")
-        batch = parse_step(request, WORKER, arrival_ns=0, deadline_ns=None)
+        batch = parse_step(request, WORKER, arrival_ns=0, deadline_ns=None, raw=raw)
         assert batch.slots(WORKER.kv_cache.block_size).tolist() == [slot for _, _, slot in token_places(request)]
+        assert batch.digest == parse_step(request, WORKER, arrival_ns=0, deadline_ns=None).digest
     else:
         event("invalid")
         with pytest.raises(InvalidStepError) as caught:
+            parse_step(request, WORKER, arrival_ns=0, deadline_ns=None, raw=raw)
+        with pytest.raises(InvalidStepError) as caught_without:
             parse_step(request, WORKER, arrival_ns=0, deadline_ns=None)
+        assert {violation.field for violation in caught.value.violations} == {
+            violation.field for violation in caught_without.value.violations
+        }
         assert 1 <= len(caught.value.violations) <= Violations.LIMIT
         assert all(violation.field and violation.description for violation in caught.value.violations)
         assert "\n" not in str(caught.value)
     assert request.SerializeToString(deterministic=True) == before
+
+
+def parses_or_is_no_message(content: bytes) -> None:
+    try:
+        request = pb.ExecuteStepRequest.FromString(content)
+    except DecodeError:
+        event("not a message")
+        return
+    parses_exactly_when_valid(request, content)
 
 
 @many
@@ -92,12 +112,7 @@ def test_any_fields_on_the_wire_are_accepted_exactly_when_brute_force_accepts_th
     fields = b"".join(extra)
     if nested:
         fields = b"\x7a" + varint(len(fields)) + fields  # field 15, sampling
-    try:
-        request = pb.ExecuteStepRequest.FromString(base.SerializeToString() + fields)
-    except DecodeError:
-        event("not a message")
-        return
-    parses_exactly_when_valid(request)
+    parses_or_is_no_message(base.SerializeToString() + fields)
 
 
 @many
@@ -108,20 +123,10 @@ def test_damaged_bytes_are_accepted_exactly_when_brute_force_accepts_them(base: 
         if content:
             index = data.draw(st.integers(0, len(content) - 1))
             content[index] = data.draw(st.integers(0, 255))
-    try:
-        request = pb.ExecuteStepRequest.FromString(bytes(content))
-    except DecodeError:
-        event("not a message")
-        return
-    parses_exactly_when_valid(request)
+    parses_or_is_no_message(bytes(content))
 
 
 @many
 @given(st.binary(max_size=64))
 def test_random_bytes_are_accepted_exactly_when_brute_force_accepts_them(content: bytes) -> None:
-    try:
-        request = pb.ExecuteStepRequest.FromString(content)
-    except DecodeError:
-        event("not a message")
-        return
-    parses_exactly_when_valid(request)
+    parses_or_is_no_message(content)

@@ -18,6 +18,7 @@ BoolsLike = BoolArray | Sequence[bool]
 _Values = IntegersLike | FloatsLike | BoolsLike
 
 _LENGTH_DELIMITED = 2
+_LARGEST_ONE_BYTE_VARINT = 127
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -139,9 +140,10 @@ def _exact(name: str, values: _Values, dtype: np.dtype[Any]) -> npt.NDArray[Any]
     if (array.dtype.kind == "b") != (dtype.kind == "b") or array.dtype.kind not in "iubO":
         raise ValueError(f"{name}: found an array of {array.dtype}, expected {dtype}")
     if dtype.kind in "iu":
-        limits, low, high = np.iinfo(dtype), int(array.min()), int(array.max())
-        if low < limits.min or high > limits.max:
-            raise ValueError(f"{name}: found values {low} .. {high}, expected {limits.min} .. {limits.max}")
+        lowest, highest = (0, _LARGEST_ONE_BYTE_VARINT) if dtype == np.uint8 else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        low, high = int(array.min()), int(array.max())
+        if low < lowest or high > highest:
+            raise ValueError(f"{name}: found values {low} .. {high}, expected {lowest} .. {highest}")
     return array.astype(dtype)
 
 

@@ -2,28 +2,31 @@
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from modelworker.ops.attention import PagedAttention
+from modelworker.ops.kv_cache import StoreKv
+from modelworker.ops.op_settings import OpSettings
+from modelworker.ops.replaceable import PluggableLayer
 from modelworker.worker.models.causal_lm import AttentionMetadata
 
 
-class Attention(nn.Module):
+@PluggableLayer.register("attention")
+class Attention(PluggableLayer):
     """Causal attention of a step's tokens over their sequences' cached keys and values.
 
     Args:
         scale: factor on query-key products.
         window: how many tokens a query may see, itself included; 0 = all.
-        prefix: qualified name.
+        ops: the settings of the model's ops.
     """
 
     __call__: Callable[..., Tensor]
 
-    def __init__(self, *, scale: float, window: int, prefix: str) -> None:
+    def __init__(self, *, scale: float, window: int, ops: OpSettings) -> None:
         super().__init__()
-        self.scale = scale
-        self.window = window
-        self.prefix = prefix
+        self.store_kv = StoreKv(ops=ops)
+        self.paged_attention = PagedAttention(scale=scale, window=window, soft_cap=0.0, ops=ops)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionMetadata, kv_cache: tuple[Tensor, Tensor]
@@ -41,9 +44,9 @@ class Attention(nn.Module):
             [num_tokens, num_heads, head_dim]
         """
         key_cache, value_cache = kv_cache
-        order = torch.ops.modelworker.store_kv(key, value, key_cache, value_cache, attention.slots)
+        order = self.store_kv(key, value, key_cache, value_cache, attention.slots)
         output = query.new_empty(query.shape)
-        torch.ops.modelworker.paged_attention(
+        self.paged_attention(
             query,
             key_cache,
             value_cache,
@@ -52,8 +55,5 @@ class Attention(nn.Module):
             attention.seq_lens,
             attention.block_tables,
             order,
-            self.scale,
-            self.window,
-            0.0,
         )
         return output

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from modelworker.worker.models.layer import CheckpointSlot, Layer
+from modelworker.ops.custom_op import CustomOp
+from modelworker.worker.models.layer import CheckpointSlot, Layer, whole_tensor
 
 KvCaches = Sequence[tuple[Tensor, Tensor]]
 """Per layer (key_cache, value_cache), each [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -63,6 +64,10 @@ class CausalLM(nn.Module, ABC):
 
     def checkpoint_slots(self) -> Iterator[CheckpointSlot]:
         """Yields what the model needs from a checkpoint, layer by layer."""
-        for module in self.modules():
+        for prefix, module in self.named_modules():
             if isinstance(module, Layer):
                 yield from module.checkpoint_slots()
+            elif isinstance(module, CustomOp):
+                # An op knows nothing of checkpoints: what it owns is filled by the whole tensor of the same name.
+                for name, parameter in module.named_parameters(prefix, recurse=False):
+                    yield whole_tensor(name, parameter)

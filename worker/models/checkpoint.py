@@ -1,6 +1,7 @@
 """A model directory's weights: which tensor stands in which file, by the index alone."""
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from modelworker.worker.models.safetensors_file import TensorEntry, read_header
 _logger = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
+# Bytes of a file name on the file systems of Linux.
+_NAME_MAX = 255
 _INDEX = "model.safetensors.index.json"
 
 
@@ -57,7 +60,7 @@ def _read_shards(directory: Path, index: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{index}: weight_map: expected an object of tensor names and file names")
     headers = {}
     for file_name in sorted(set(weight_map.values())):
-        if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
+        if Path(file_name).name != file_name or not file_name.endswith(".safetensors") or len(os.fsencode(file_name)) > _NAME_MAX:
             raise CheckpointError(
                 f"{index}: weight_map: expected names of *.safetensors files beside the index, found {file_name!r}"
             )

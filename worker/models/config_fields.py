@@ -7,6 +7,10 @@ from typing import Any
 
 from modelworker.worker.errors import CheckpointError
 
+# What follows from them has to fit into 64 bits and into memory.
+_LARGEST_INT = 2**31 - 1
+_LARGEST_NUMBER = 1e9
+
 
 class Fields:
     """A JSON object of a configuration file. `null` counts as absent unless a method says otherwise."""
@@ -73,7 +77,7 @@ class Fields:
         return value
 
     def optional_positive_int(self, name: str, *, absent: int | None = None) -> int | None:
-        """An integer of at least 1, None where the file says null, `absent` where it doesn't have the field.
+        """An integer of 1 .. 2^31 - 1, None where the file says null, `absent` where it doesn't have the field.
 
         Raises:
             CheckpointError: it is something else.
@@ -83,10 +87,12 @@ class Fields:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, value, "an integer of at least 1")
+        if value > _LARGEST_INT:
+            raise self.error(name, value, f"an integer of at most {_LARGEST_INT}")
         return value
 
     def non_negative_int(self, name: str, *, default: int) -> int:
-        """An integer of at least 0.
+        """An integer of 0 .. 2^31 - 1.
 
         Raises:
             CheckpointError: it is not one.
@@ -94,12 +100,12 @@ class Fields:
         value = self._values.get(name)
         if value is None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(name, value, "an integer of at least 0")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST_INT:
+            raise self.error(name, value, f"an integer of 0 .. {_LARGEST_INT}")
         return value
 
     def positive_number(self, name: str, *, default: float | None = None, at_least: float = 0.0) -> float:
-        """A finite number above 0 and not below `at_least`.
+        """A number above 0, not below `at_least` and at most 1e9.
 
         Raises:
             CheckpointError: it is not one, or is absent and has no default.
@@ -112,6 +118,8 @@ class Fields:
             raise self.error(name, value, expected)
         if not math.isfinite(value) or value <= 0 or value < at_least:
             raise self.error(name, value, expected)
+        if value > _LARGEST_NUMBER:
+            raise self.error(name, value, f"a number of at most {_LARGEST_NUMBER:g}")
         return float(value)
 
     def boolean(self, name: str, *, default: bool) -> bool:

@@ -6,13 +6,15 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-import modelworker.ops  # noqa: F401  registers torch.ops.modelworker
+from modelworker.ops.activation import SiluAndMul
+from modelworker.ops.norm import RMSNorm
+from modelworker.ops.op_settings import OpSettings
+from modelworker.ops.replaceable import PluggableLayer
 from modelworker.worker.models.attention import Attention
 from modelworker.worker.models.causal_lm import AttentionMetadata, CausalLM, KvCaches
 from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.models.embedding import ParallelLMHead, VocabParallelEmbedding
 from modelworker.worker.models.linear import MergedColumnParallelLinear, OutputPart, QKVParallelLinear, RowParallelLinear
-from modelworker.worker.models.norm import RMSNorm
 from modelworker.worker.models.rope import RotaryAngles, RotaryEmbedding, make_rotary_embedding
 from modelworker.worker.models.tensor_parallel import TensorParallel
 
@@ -23,12 +25,15 @@ class _ParallelOptions(TypedDict):
     tp_size: int
 
 
-class LlamaAttention(nn.Module):
+@PluggableLayer.register("llama_attention")
+class LlamaAttention(PluggableLayer):
     """Grouped-query attention with RoPE; with Qwen3's norm of each head where the configuration says so."""
 
     __call__: Callable[..., Tensor]
 
-    def __init__(self, config: ModelConfig, *, layer: int, rotary: RotaryEmbedding, prefix: str, options: _ParallelOptions) -> None:
+    def __init__(
+        self, config: ModelConfig, *, layer: int, rotary: RotaryEmbedding, prefix: str, options: _ParallelOptions, ops: OpSettings
+    ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -44,10 +49,10 @@ class LlamaAttention(nn.Module):
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, prefix=f"{prefix}.q_norm", dtype=options["dtype"])
-            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, prefix=f"{prefix}.k_norm", dtype=options["dtype"])
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=options["dtype"], ops=ops)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=options["dtype"], ops=ops)
         self.rotary = rotary
-        self.attn = Attention(scale=config.head_dim**-0.5, window=config.windows[layer], prefix=f"{prefix}.attn")
+        self.attn = Attention(scale=config.head_dim**-0.5, window=config.windows[layer], ops=ops)
 
     def forward(self, x: Tensor, angles: RotaryAngles, attention: AttentionMetadata, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
         """Hot path: [num_tokens, hidden_size] to the same."""
@@ -58,24 +63,26 @@ class LlamaAttention(nn.Module):
         return self.o_proj(self.attn(query, key, value, attention, kv_cache).flatten(1))
 
 
-class LlamaMLP(nn.Module):
+@PluggableLayer.register("llama_mlp")
+class LlamaMLP(PluggableLayer):
     """Computes down(silu(gate(x)) * up(x))."""
 
     __call__: Callable[..., Tensor]
 
-    def __init__(self, config: ModelConfig, *, prefix: str, options: _ParallelOptions) -> None:
+    def __init__(self, config: ModelConfig, *, prefix: str, options: _ParallelOptions, ops: OpSettings) -> None:
         super().__init__()
         outputs = (OutputPart("gate_proj", config.intermediate_size), OutputPart("up_proj", config.intermediate_size))
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, outputs, bias=config.mlp_bias, prefix=f"{prefix}.gate_up_proj", **options
         )
+        self.act = SiluAndMul(ops=ops)
         self.down_proj = RowParallelLinear(
             config.intermediate_size, config.hidden_size, bias=config.mlp_bias, prefix=f"{prefix}.down_proj", **options
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Hot path: [num_tokens, hidden_size] to the same."""
-        return self.down_proj(torch.ops.modelworker.silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.act(self.gate_up_proj(x)))
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -83,15 +90,15 @@ class LlamaDecoderLayer(nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(self, config: ModelConfig, *, layer: int, rotary: RotaryEmbedding, prefix: str, options: _ParallelOptions) -> None:
+    def __init__(
+        self, config: ModelConfig, *, layer: int, rotary: RotaryEmbedding, prefix: str, options: _ParallelOptions, ops: OpSettings
+    ) -> None:
         super().__init__()
         eps, dtype = config.rms_norm_eps, options["dtype"]
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=eps, prefix=f"{prefix}.input_layernorm", dtype=dtype)
-        self.self_attn = LlamaAttention(config, layer=layer, rotary=rotary, prefix=f"{prefix}.self_attn", options=options)
-        self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, eps=eps, prefix=f"{prefix}.post_attention_layernorm", dtype=dtype
-        )
-        self.mlp = LlamaMLP(config, prefix=f"{prefix}.mlp", options=options)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype, ops=ops)
+        self.self_attn = LlamaAttention(config, layer=layer, rotary=rotary, prefix=f"{prefix}.self_attn", options=options, ops=ops)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype, ops=ops)
+        self.mlp = LlamaMLP(config, prefix=f"{prefix}.mlp", options=options, ops=ops)
 
     def forward(
         self,
@@ -124,17 +131,17 @@ class LlamaModel(nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(self, config: ModelConfig, *, max_model_len: int, prefix: str, options: _ParallelOptions) -> None:
+    def __init__(self, config: ModelConfig, *, max_model_len: int, prefix: str, options: _ParallelOptions, ops: OpSettings) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens", **options
         )
-        self.rotary = make_rotary_embedding(config.rope, head_dim=config.head_dim, max_model_len=max_model_len)
+        self.rotary = make_rotary_embedding(config.rope, head_dim=config.head_dim, max_model_len=max_model_len, ops=ops)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer=layer, rotary=self.rotary, prefix=f"{prefix}.layers.{layer}", options=options)
+            LlamaDecoderLayer(config, layer=layer, rotary=self.rotary, prefix=f"{prefix}.layers.{layer}", options=options, ops=ops)
             for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, prefix=f"{prefix}.norm", dtype=options["dtype"])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=options["dtype"], ops=ops)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, kv_caches: KvCaches) -> Tensor:
         """Hot path: see `CausalLM.forward`."""
@@ -150,11 +157,13 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """The decoder with its head."""
 
-    def __init__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, parallel: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, parallel: TensorParallel, ops: OpSettings
+    ) -> None:
         super().__init__()
         self.config = config
         self._options: _ParallelOptions = {"dtype": dtype, "tp_rank": parallel.rank, "tp_size": parallel.size}
-        self.model = LlamaModel(config, max_model_len=max_model_len, prefix="model", options=self._options)
+        self.model = LlamaModel(config, max_model_len=max_model_len, prefix="model", options=self._options, ops=ops)
         self.lm_head = self._make_head(self.model.embed_tokens if config.tie_word_embeddings else None)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, kv_caches: KvCaches) -> Tensor:

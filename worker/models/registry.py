@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.errors import CheckpointError, SettingsError
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.models.config import ModelConfig, Traits, parse_config, read_config_files
@@ -19,7 +20,9 @@ from modelworker.worker.models.weight_part import divide, kv_heads_per_rank
 class ModelClass(Protocol):
     """Makes a model from its configuration, without filling it."""
 
-    def __call__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, parallel: TensorParallel) -> CausalLM:
+    def __call__(
+        self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, parallel: TensorParallel, ops: OpSettings
+    ) -> CausalLM:
         """Makes the model."""
 
 
@@ -67,7 +70,12 @@ def _architecture(names: object, path: Path) -> str:
 
 
 def build_model(
-    config: ModelConfig, *, dtype: torch.dtype, parallel: TensorParallel | None = None, max_model_len: int | None = None
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    parallel: TensorParallel | None = None,
+    max_model_len: int | None = None,
+    ops: OpSettings | None = None,
 ) -> CausalLM:
     """Makes the model on the meta device: every shape, no memory.
 
@@ -76,6 +84,7 @@ def build_model(
         dtype: in which it computes, float32 or bfloat16.
         parallel: this process's rank; None: the only one.
         max_model_len: positions that RoPE must know; None: `config.max_model_len`.
+        ops: settings of its ops; None: the defaults of a CPU.
 
     Raises:
         SettingsError: the model can't be divided among so many ranks.
@@ -84,7 +93,7 @@ def build_model(
     _check_parallel(config, parallel)
     with torch.device("meta"):
         model = ARCHITECTURES[config.architecture].model(
-            config, max_model_len=max_model_len or config.max_model_len, dtype=dtype, parallel=parallel
+            config, max_model_len=max_model_len or config.max_model_len, dtype=dtype, parallel=parallel, ops=ops or OpSettings()
         )
     return model.eval()
 

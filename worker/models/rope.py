@@ -12,6 +12,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from modelworker.ops.op_settings import OpSettings
+from modelworker.ops.rotary import ApplyRotaryEmbedding
 from modelworker.worker.models.causal_lm import AttentionMetadata
 from modelworker.worker.models.layer import Layer
 from modelworker.worker.models.rope_config import RopeConfig
@@ -108,6 +110,10 @@ class RotaryEmbedding(Layer, ABC):
 
     __call__: Callable[..., None]
 
+    def __init__(self, ops: OpSettings) -> None:
+        super().__init__()
+        self.apply_rotary = ApplyRotaryEmbedding(interleaved=False, ops=ops)
+
     @abstractmethod
     def angles(self, positions: Tensor, attention: AttentionMetadata) -> RotaryAngles:
         """Hot path: says which angles belong to the tokens of a step; computed once, used by every layer.
@@ -119,7 +125,7 @@ class RotaryEmbedding(Layer, ABC):
 
     def forward(self, query: Tensor, key: Tensor, angles: RotaryAngles) -> None:
         """Hot path: rotates query [num_tokens, num_heads, head_dim] and key [num_tokens, num_kv_heads, head_dim] in place."""
-        torch.ops.modelworker.rotary_embedding(query, key, angles.rows, angles.cos_sin, False)
+        self.apply_rotary(query, key, angles.rows, angles.cos_sin)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self.named_buffers(recurse=False))
@@ -135,8 +141,8 @@ class TableRotaryEmbedding(RotaryEmbedding):
 
     cos_sin: Tensor
 
-    def __init__(self, rope: RopeConfig, *, head_dim: int, max_model_len: int) -> None:
-        super().__init__()
+    def __init__(self, rope: RopeConfig, *, head_dim: int, max_model_len: int, ops: OpSettings) -> None:
+        super().__init__(ops)
         self.rope = rope
         self.register_buffer("cos_sin", torch.empty(max_model_len, head_dim, dtype=torch.float32), persistent=False)
 
@@ -162,8 +168,8 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
 
     exponents: Tensor
 
-    def __init__(self, rope: RopeConfig, *, head_dim: int) -> None:
-        super().__init__()
+    def __init__(self, rope: RopeConfig, *, head_dim: int, ops: OpSettings) -> None:
+        super().__init__(ops)
         self.rope = rope
         self.head_dim = head_dim
         self.register_buffer("exponents", torch.empty(head_dim // 2, dtype=torch.float32), persistent=False)
@@ -185,8 +191,8 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
         return RotaryAngles(tokens, cos_sin_rows(positions[:, None].to(torch.float32) * inverse))
 
 
-def make_rotary_embedding(rope: RopeConfig, *, head_dim: int, max_model_len: int) -> RotaryEmbedding:
+def make_rotary_embedding(rope: RopeConfig, *, head_dim: int, max_model_len: int, ops: OpSettings) -> RotaryEmbedding:
     """Makes the layer that the RoPE type needs."""
     if rope.rope_type == "dynamic":
-        return DynamicRotaryEmbedding(rope, head_dim=head_dim)
-    return TableRotaryEmbedding(rope, head_dim=head_dim, max_model_len=max_model_len)
+        return DynamicRotaryEmbedding(rope, head_dim=head_dim, ops=ops)
+    return TableRotaryEmbedding(rope, head_dim=head_dim, max_model_len=max_model_len, ops=ops)

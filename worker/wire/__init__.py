@@ -5,13 +5,17 @@ Everything that comes from outside is looked at here (`parse_*`), and nowhere fu
 
 from modelworker.worker.wire.capabilities import CAPABILITIES
 from modelworker.worker.wire.info import encode_worker_info
+from modelworker.worker.wire.sizes import check_request_size, check_step_size, max_step_bytes
 from modelworker.worker.wire.step import encode_reset_kv_cache, encode_result, parse_reset_kv_cache, parse_step
 
 __all__ = [
     "CAPABILITIES",
+    "check_request_size",
+    "check_step_size",
     "encode_reset_kv_cache",
     "encode_result",
     "encode_worker_info",
+    "max_step_bytes",
     "parse_reset_kv_cache",
     "parse_step",
 ]

@@ -4,7 +4,6 @@ Each check looks at one group of fields and is a line of `CHECKS`; a new field i
 that builds on other fields asks `violations` whether those were found in order. On a good request nothing loops in Python.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,15 +12,12 @@ import numpy as np
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import BoolArray, Int32Array, Int64Array
 from modelworker.worker.description import WorkerDescription
-from modelworker.worker.wire.unbuilt import refuse_unbuilt_fields
 from modelworker.worker.wire.violations import Violations, check_length, check_optional_length
-
-_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFields:
-    """A request, and its arrays in numpy, of any length and content."""
+    """A request, and its arrays in numpy, of any content and of lengths that `sizes` allows."""
 
     request: pb.ExecuteStepRequest
     query_lens: Int32Array
@@ -54,30 +50,18 @@ Check = Callable[[StepFields, WorkerDescription, Violations], None]
 
 
 def check_identity(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
-    """Sequenced steps name their epoch and router; a trace context has the form of W3C Trace Context level 1."""
+    """Sequenced steps name their epoch and router."""
     request = fields.request
     if request.step_id > 0:
         for name, value in (("worker_epoch", request.worker_epoch), ("router_id", request.router_id)):
             if value == 0:
                 violations.add(name, f"found 0, expected to be set, because step_id is {request.step_id} (a sequenced step)")
-    if request.traceparent and not _TRACEPARENT.fullmatch(request.traceparent):
-        violations.add(
-            "traceparent",
-            f"found {request.traceparent[:64]!r}, expected 00-<32 hex>-<16 hex>-<2 hex> in lower case, neither id all zeros",
-        )
 
 
 def check_rows(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
-    """There are not too many rows and tokens, each row has tokens, and none is longer than the model allows.
-
-    Raises:
-        InvalidStepError: there are so many rows that nothing else is worth looking at.
-    """
+    """There are not too many tokens, each row has some, and none is longer than the model allows."""
     query_lens, context_lens = fields.query_lens, fields.context_lens
-    max_sequences, max_tokens = description.limits.max_sequences, description.limits.max_tokens_per_step
-    if len(query_lens) > max_sequences:
-        violations.add("query_lens", f"found {len(query_lens)} sequences, expected at most max_sequences = {max_sequences}")
-        violations.raise_if_any()  # All later work is bounded by the number of rows.
+    max_tokens = description.limits.max_tokens_per_step
     _check_minimum("query_lens", query_lens, 1, violations)
     num_tokens = int(query_lens.sum(dtype=np.int64))
     if "query_lens" not in violations and num_tokens > max_tokens:
@@ -172,13 +156,7 @@ def check_sample(fields: StepFields, description: WorkerDescription, violations:
     check_optional_length("sample", fields.sample, fields.num_sequences, violations)
 
 
-def check_unbuilt(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
-    """Nothing is asked for that this worker does not implement."""
-    refuse_unbuilt_fields(fields.request, fields.num_sequences, violations)
-
-
 CHECKS: tuple[Check, ...] = (
-    check_unbuilt,
     check_identity,
     check_rows,
     check_tokens,

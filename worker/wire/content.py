@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
+from modelworker.worker.errors import Violation
 from modelworker.worker.wire.violations import Violations
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+_MAX_VARINT_BITS = 64
 
 _WIRE_TYPES = {
     FieldDescriptor.TYPE_FIXED64: _FIXED64,
@@ -35,7 +37,7 @@ class MessageSchema:
 
     Attributes:
         names: of fields, by number.
-        tags: the tag (number and wire type) of every field, and the schema of its value where that is a single message.
+        tags: the tags (number and wire type) that every field may have, and the schema of its value where that is a single message.
     """
 
     names: Mapping[int, str]
@@ -47,10 +49,13 @@ class MessageSchema:
         names: dict[int, str] = {}
         tags: dict[int, MessageSchema | None] = {}
         for field in message.DESCRIPTOR.fields:
-            wire_type = _LENGTH_DELIMITED if field.is_repeated else _WIRE_TYPES.get(field.type, _VARINT)
-            is_single_message = field.type == FieldDescriptor.TYPE_MESSAGE and not field.is_repeated
             names[field.number] = field.name
-            tags[field.number << 3 | wire_type] = cls.of(getattr(message, field.name)) if is_single_message else None
+            is_single_message = field.type == FieldDescriptor.TYPE_MESSAGE and not field.is_repeated
+            wire_types = {_WIRE_TYPES.get(field.type, _VARINT)}
+            if field.is_repeated:  # Packed, or one record per entry.
+                wire_types.add(_LENGTH_DELIMITED)
+            for wire_type in wire_types:
+                tags[field.number << 3 | wire_type] = cls.of(getattr(message, field.name)) if is_single_message else None
         return cls(names, tags)
 
 
@@ -64,10 +69,16 @@ class Record(NamedTuple):
 
 
 def read_records(content: bytes) -> Iterator[Record]:
-    """Yields the fields of a message as protobuf has serialized it, so the content is well-formed and known arrays are packed."""
+    """Yields the fields of a message. Of content that is no message it yields what can be read, and may raise.
+
+    Raises:
+        DecodeError: there is a number that does not end.
+    """
     start, size = 0, len(content)
     while start < size:
-        tag, payload = _read_varint(content, start)
+        tag, payload = content[start], start + 1
+        if tag >= 0x80:
+            tag, payload = _read_varint(content, start)
         wire_type = tag & 7
         if wire_type == _LENGTH_DELIMITED:
             length, payload = _read_varint(content, payload)
@@ -87,35 +98,60 @@ def read_records(content: bytes) -> Iterator[Record]:
 def _read_varint(content: bytes, at: int) -> tuple[int, int]:
     """Returns a number and where it ends."""
     value = shift = 0
-    while (byte := content[at]) >= 0x80:
+    while at < len(content) and shift < _MAX_VARINT_BITS:
+        byte = content[at]
         value |= (byte & 0x7F) << shift
         shift += 7
         at += 1
-    return value | byte << shift, at + 1
+        if byte < 0x80:
+            return value, at
+    raise DecodeError(f"the number before byte {at} does not end")
 
 
-def refuse_unknown_fields(content: bytes, schema: MessageSchema, violations: Violations, prefix: str = "") -> None:
-    """Refuses fields that are not in this worker's version of the protocol, or that came with another wire type than its own.
+def examine_fields(content: bytes, schema: MessageSchema, prefix: str = "") -> Iterator[Violation | None]:
+    """Yields for each field what is wrong with it: it is not in this worker's version of the protocol, or has not its wire type.
 
     Args:
-        content: a message as protobuf has serialized it.
+        content: a message, as a client or protobuf has serialized it, that protobuf can parse.
         schema: of the message.
-        violations: where findings go.
         prefix: of the paths of its fields.
     """
     for record in read_records(content):
         number = record.tag >> 3
         if record.tag in schema.tags:
+            yield None
             part_schema = schema.tags[record.tag]
             if part_schema is not None:
-                part = content[record.payload : record.end]
-                refuse_unknown_fields(part, part_schema, violations, f"{prefix}{schema.names[number]}.")
+                yield from examine_fields(content[record.payload : record.end], part_schema, f"{prefix}{schema.names[number]}.")
         elif number in schema.names:
-            violations.add(f"{prefix}{schema.names[number]}", f"found wire type {record.tag & 7}, which is not that of this field")
+            yield Violation(f"{prefix}{schema.names[number]}", f"found wire type {record.tag & 7}, which is not that of this field")
         else:
-            violations.add(f"{prefix}{number}", f"found field number {number}, which this worker does not know, expected unset")
-        if violations.is_full:
-            return
+            yield Violation(f"{prefix}{number}", f"found field number {number}, which this worker does not know, expected unset")
+
+
+def refuse_unknown_fields(content: bytes, schema: MessageSchema, violations: Violations, *, max_fields: int | None = None) -> bool:
+    """Refuses fields that are not in this worker's version of the protocol, or that came with another wire type than their own.
+
+    Args:
+        content: a message that protobuf can parse.
+        schema: of the message.
+        violations: where findings go, if the end is reached or there are enough of them.
+        max_fields: how many fields are looked at, those of submessages included; None: all.
+
+    Returns:
+        Whether that was enough. If not, nothing was added to `violations`.
+    """
+    found: list[Violation] = []
+    for index, violation in enumerate(examine_fields(content, schema)):
+        if index == max_fields:
+            return False
+        if violation is not None:
+            found.append(violation)
+            if len(found) == Violations.LIMIT:
+                break
+    for violation in found:
+        violations.add(violation.field, violation.description)
+    return True
 
 
 def digest_without(content: bytes, numbers: frozenset[int]) -> bytes:

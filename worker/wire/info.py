@@ -4,7 +4,14 @@ from collections.abc import Mapping
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import GraphMode
-from modelworker.worker.description import ExecutionDescription, KvCacheDescription, ModelDescription, StepLimits, WorkerDescription
+from modelworker.worker.description import (
+    ExecutionDescription,
+    KvCacheDescription,
+    ModelDescription,
+    OpDescription,
+    StepLimits,
+    WorkerDescription,
+)
 from modelworker.worker.fencing import FenceState
 from modelworker.worker.wire.capabilities import CAPABILITIES
 
@@ -27,6 +34,7 @@ def encode_worker_info(description: WorkerDescription, state: FenceState, counte
         ],
         versions=description.versions,
         counters=counters,
+        ops=[_encode_op(op) for op in description.ops],
     )
 
 
@@ -91,6 +99,10 @@ def _encode_execution(execution: ExecutionDescription) -> pb.ExecutionInfo:
         num_threads=execution.num_threads,
         tensor_parallel_size=execution.tensor_parallel_size,
     )
+
+
+def _encode_op(op: OpDescription) -> pb.OpInfo:
+    return pb.OpInfo(name=op.name, implementation=op.implementation, reason=op.reason, alternatives=op.alternatives)
 
 
 def graph_mode_name(mode: GraphMode) -> str:

@@ -5,14 +5,20 @@ import numpy as np
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import SampledLogprobs, StepBatch, StepResult
 from modelworker.worker.description import WorkerDescription
+from modelworker.worker.trace_context import trace_id_of
 from modelworker.worker.wire.checks import CHECKS, StepFields
 from modelworker.worker.wire.content import MessageSchema, digest_without, refuse_unknown_fields
 from modelworker.worker.wire.info import graph_mode_name
 from modelworker.worker.wire.sampling import parse_sampling
+from modelworker.worker.wire.sizes import refuse_long_arrays
+from modelworker.worker.wire.unbuilt import refuse_unbuilt_fields
 from modelworker.worker.wire.violations import Violations
 
 _STEP_SCHEMA = MessageSchema.of(pb.ExecuteStepRequest())
 _RESET_SCHEMA = MessageSchema.of(pb.ResetKvCacheRequest())
+
+# Each costs a microsecond; a request whose arrays are packed has at most 39.
+_MAX_RAW_FIELDS = 128
 
 # What may differ between two tries of one step.
 _NOT_CONTENT = frozenset(
@@ -21,7 +27,12 @@ _NOT_CONTENT = frozenset(
 
 
 def parse_step(
-    request: pb.ExecuteStepRequest, description: WorkerDescription, *, arrival_ns: int, deadline_ns: int | None
+    request: pb.ExecuteStepRequest,
+    description: WorkerDescription,
+    *,
+    arrival_ns: int,
+    deadline_ns: int | None,
+    raw: bytes | None = None,
 ) -> StepBatch:
     """Hot path: makes a checked batch of a request, which may contain anything.
 
@@ -30,6 +41,7 @@ def parse_step(
         description: limits, vocabulary and KV cache geometry of this worker.
         arrival_ns: `time.monotonic_ns()` of the request's arrival.
         deadline_ns: `time.monotonic_ns()` of the RPC's deadline, or None.
+        raw: the bytes that the request was parsed from; None: they are gone.
 
     Returns:
         A batch of which everything that wire and engine rely on is true.
@@ -38,7 +50,8 @@ def parse_step(
         InvalidStepError: with the path, what was found and what was expected, for up to 16 violations.
     """
     violations = Violations()
-    digest = _check_content(request, violations)
+    _check_before_copying(request, description, violations)
+    digest = _check_content(request, raw, violations)
     fields = StepFields.of(request)
     for check in CHECKS:
         check(fields, description, violations)
@@ -52,7 +65,7 @@ def parse_step(
         arrival_ns=arrival_ns,
         deadline_ns=_deadline(arrival_ns, request.timeout_ms, deadline_ns),
         digest=digest,
-        traceparent=request.traceparent,
+        traceparent=request.traceparent if trace_id_of(request.traceparent) else "",
         query_lens=fields.query_lens,
         context_lens=fields.context_lens,
         token_ids=fields.token_ids,
@@ -63,11 +76,36 @@ def parse_step(
     )
 
 
-def _check_content(request: pb.ExecuteStepRequest, violations: Violations) -> bytes:
-    """Checks what needs the request's bytes, and returns the digest of a sequenced step; the bytes are then gone."""
-    content = request.SerializeToString(deterministic=True)
-    refuse_unknown_fields(content, _STEP_SCHEMA, violations)
-    return digest_without(content, _NOT_CONTENT) if request.step_id else b""
+def _check_before_copying(request: pb.ExecuteStepRequest, description: WorkerDescription, violations: Violations) -> None:
+    """Checks what can be checked without looking at the entries of an array.
+
+    Raises:
+        InvalidStepError: an array is longer than any step's, so that it is not looked at.
+    """
+    refuse_long_arrays(request, description, violations)
+    is_too_long = not violations.is_empty
+    refuse_unbuilt_fields(request, len(request.query_lens), violations)
+    if is_too_long:
+        violations.raise_if_any()
+
+
+def _check_content(request: pb.ExecuteStepRequest, raw: bytes | None, violations: Violations) -> bytes:
+    """Checks what needs the request's bytes, and returns the digest of a sequenced step.
+
+    The client's own bytes do for a look at their fields; where they are many (arrays that came entry by entry), and for the digest,
+    the request is serialized anew.
+    """
+    is_examined = raw is not None and refuse_unknown_fields(raw, _STEP_SCHEMA, violations, max_fields=_MAX_RAW_FIELDS)
+    if is_examined and not request.step_id:
+        return b""
+    if not is_examined:
+        refuse_unknown_fields(request.SerializeToString(), _STEP_SCHEMA, violations)
+    return digest_of(request) if request.step_id and violations.is_empty else b""
+
+
+def digest_of(request: pb.ExecuteStepRequest) -> bytes:
+    """Computes the digest of a step's content: equal for two tries of one step, however their clients spell it."""
+    return digest_without(request.SerializeToString(deterministic=True), _NOT_CONTENT)
 
 
 def _deadline(arrival_ns: int, timeout_ms: int, deadline_ns: int | None) -> int | None:

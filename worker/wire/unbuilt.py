@@ -1,5 +1,7 @@
 """Refuses fields of the protocol that this worker does not implement, by name. It never ignores one."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from google.protobuf.message import Message
 
@@ -18,9 +20,9 @@ NEUTRAL_VALUES = {
     "sampling.repetition": 1.0,
 }
 
-_NOT_IMPLEMENTED = "this worker does not implement it (see WorkerInfo.capabilities)"
-_ACCEPTED = REQUIRED_FIELDS | {capability.partition("=")[0] for capability in FIELD_CAPABILITIES}
-_GROUPS = {path.partition(".")[0] for path in (*_ACCEPTED, *NEUTRAL_VALUES) if "." in path}
+NOT_IMPLEMENTED = "this worker does not implement it (see WorkerInfo.capabilities)"
+ACCEPTED_FIELDS = REQUIRED_FIELDS | {capability.partition("=")[0] for capability in FIELD_CAPABILITIES}
+_GROUPS = {path.partition(".")[0] for path in (*ACCEPTED_FIELDS, *NEUTRAL_VALUES) if "." in path}
 
 
 def refuse_unbuilt_fields(message: Message, num_sequences: int, violations: Violations, prefix: str = "") -> None:
@@ -32,21 +34,22 @@ def refuse_unbuilt_fields(message: Message, num_sequences: int, violations: Viol
         path = prefix + descriptor.name
         if path in _GROUPS:
             refuse_unbuilt_fields(value, num_sequences, violations, f"{path}.")
-        elif path in _ACCEPTED:
+        elif path in ACCEPTED_FIELDS or path in violations:  # An array that is too long already is not looked at.
             continue
         elif path in NEUTRAL_VALUES:
-            _check_neutral(path, np.array(value), num_sequences, violations)
+            _check_neutral(path, value, num_sequences, violations)
         else:
-            violations.add(path, f"found set, expected unset: {_NOT_IMPLEMENTED}")
+            violations.add(path, f"found set, expected unset: {NOT_IMPLEMENTED}")
 
 
-def _check_neutral(path: str, array: np.ndarray, num_sequences: int, violations: Violations) -> None:
-    if not check_optional_length(path, array, num_sequences, violations):
+def _check_neutral(path: str, values: Sequence[float], num_sequences: int, violations: Violations) -> None:
+    if not check_optional_length(path, values, num_sequences, violations):
         return
+    array = np.array(values)
     neutral = NEUTRAL_VALUES[path]
     rows = np.flatnonzero(array != neutral)
     if rows.size:
         violations.add(
             f"{path}[{rows[0]}]",
-            f"row {rows[0]} (of {rows.size} such rows): found {array[rows[0]]}, expected the neutral {neutral}: {_NOT_IMPLEMENTED}",
+            f"row {rows[0]} (of {rows.size} such rows): found {array[rows[0]]}, expected the neutral {neutral}: {NOT_IMPLEMENTED}",
         )

@@ -22,6 +22,11 @@ class Violations:
         return field in self._fields
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was found."""
+        return not self._violations
+
+    @property
     def is_full(self) -> bool:
         """Whether further findings would not be told."""
         return len(self._violations) >= self.LIMIT

@@ -239,7 +239,7 @@ class World:
 @asynccontextmanager
 async def worker(*, stall_seconds: float = 60.0, **settings: Any) -> AsyncIterator[World]:
     counters = Counters()
-    executor = Executor(settings=FencingSettings(**settings), stall_seconds=stall_seconds, telemetry=counters)
+    executor = Executor(settings=FencingSettings(**settings), stall_seconds=stall_seconds, counters=counters)
     engines: list[KvEngine] = []
 
     def build() -> KvEngine:

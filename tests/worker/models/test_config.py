@@ -135,7 +135,7 @@ def test_the_digest_changes_with_every_field_and_not_with_spelling_or_order(tmp_
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "'fp8'"]),
         ({"quantization_config": {}}, ["quantization_config"]),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, ["compression_config", "compressed-tensors"]),
-        ({"num_hidden_layers": 2**40}, ["num_hidden_layers", "4096"]),
+        ({"num_hidden_layers": 2**20}, ["num_hidden_layers", "4096"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),
         ({"hidden_size": "64"}, ["hidden_size", "'64'"]),
         ({"hidden_size": 64.0}, ["hidden_size", "64.0"]),
@@ -255,6 +255,20 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str, n
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=named):
         load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size", "max_position_embeddings"]
+)
+@pytest.mark.parametrize("value", [2**31, 2**70, -(2**70), 1e400])
+def test_a_number_that_nothing_could_be_made_of_is_refused_by_name(tmp_path: Path, name: str, value: Any) -> None:
+    text = refusal(tmp_path, {**LLAMA, name: value})
+    assert name in text
+
+
+def test_a_rope_factor_beyond_all_reason_is_refused_by_name(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 64}
+    assert "factor" in refusal(tmp_path, {**LLAMA, "rope_scaling": scaling})
 
 
 def test_a_missing_directory_or_config_is_refused_naming_the_path(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""Compiles the C++ kernels once per machine and keeps the library.
+
+The key of a kept library is a hash of everything that it depends on: sources, flags, compiler, torch. A library is written under
+another name and renamed, so that workers that start at once don't disturb each other, and a damaged one is compiled again.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from modelworker.ops.cpu.isa import IsaLevel
+
+_logger = logging.getLogger(__name__)
+
+_SOURCE_FOLDER = Path(__file__).parent
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wall", "-Wno-psabi")
+
+
+class BuildError(Exception):
+    """The kernels can't be compiled on this machine. Its text says why, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Toolchain:
+    """The compiler, and the folder that keeps its results."""
+
+    compiler: str
+    version: str
+    cache: Path
+
+
+def find_toolchain(cache: Path, compiler: str = "g++") -> Toolchain:
+    """Finds the compiler.
+
+    Raises:
+        BuildError: there is none.
+    """
+    path = shutil.which(compiler)
+    if path is None:
+        raise BuildError(f"no compiler: {compiler} was not found (on Debian and Ubuntu: install g++)")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.partition("\n")[0]
+    return Toolchain(compiler=path, version=version, cache=cache)
+
+
+def build_library(toolchain: Toolchain, level: IsaLevel, progress: Callable[[int], None] = lambda amount: None) -> Path:
+    """Returns the library of an ISA level, compiled if it isn't kept already.
+
+    Args:
+        toolchain: the compiler and the cache.
+        level: what it is compiled for.
+        progress: called with 1 for each of `num_sources()` files.
+
+    Raises:
+        BuildError: the compiler fails, or the cache can't be written.
+    """
+    sources = _sources()
+    flags = (*_FLAGS, *level.compiler_flags, f"-DMODELWORKER_NAMESPACE={level.namespace}")
+    folder = toolchain.cache / _key(toolchain, flags)
+    library = folder / f"{level.namespace}.so"
+    digest = folder / "sha256"
+    if _is_intact(library, digest):
+        progress(len(sources))
+        return library
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = _compile(toolchain, sources, flags, Path(scratch), progress)
+            Path(scratch, "sha256").write_text(_sha256(built))
+            built.replace(library)
+            Path(scratch, "sha256").replace(digest)
+    except OSError as error:
+        raise BuildError(f"{folder}: can't be written: {error.strerror}") from error
+    return library
+
+
+def num_sources() -> int:
+    """Number of files that are compiled."""
+    return len(_sources())
+
+
+def _sources() -> list[Path]:
+    return sorted(_SOURCE_FOLDER.glob("*.cpp"))
+
+
+def _key(toolchain: Toolchain, flags: tuple[str, ...]) -> str:
+    content = hashlib.sha256()
+    for text in (toolchain.version, torch.__version__, *flags):
+        content.update(text.encode() + b"\0")
+    for path in sorted([*_sources(), *_SOURCE_FOLDER.glob("*.h")]):
+        content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return content.hexdigest()[:32]
+
+
+def _is_intact(library: Path, digest: Path) -> bool:
+    if not library.exists():
+        return False
+    try:
+        if digest.read_text() == _sha256(library):
+            return True
+    except OSError:
+        pass
+    _logger.warning("%s is damaged: compiling it again", library)
+    return False
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _compile(
+    toolchain: Toolchain, sources: list[Path], flags: tuple[str, ...], folder: Path, progress: Callable[[int], None]
+) -> Path:
+    torch_folder = Path(torch.__file__).parent
+    include = f"-I{torch_folder / 'include'}"
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.stem}.o"
+        _run([toolchain.compiler, *flags, include, "-c", str(source), "-o", str(target)])
+        progress(1)
+        return target
+
+    # The one with torch's headers takes longest: it goes first.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sorted(sources, key=lambda source: source.stem != "doors")))
+    library = folder / "library.so"
+    # Linked to torch's own OpenMP runtime: a second one would bring a second pool of threads that spin beside the first.
+    torch_libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-ltorch"]
+    _run([toolchain.compiler, "-shared", *map(str, objects), *torch_libraries, "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        line = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.partition("\n")[0])
+        _logger.error("%s failed:\n%s", command[0], result.stderr)
+        raise BuildError(f"{Path(command[0]).name} failed: {line.strip()}")

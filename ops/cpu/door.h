@@ -1,0 +1,33 @@
+// What the torch doors of the kernels share. Layers hand over what the kernels take; a door checks only what would make it read or
+// write outside its tensors.
+#pragma once
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "launch.h"
+
+namespace modelworker {
+
+using torch::stable::Tensor;
+
+inline bool is_bfloat16(const Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  STD_TORCH_CHECK(
+      type == torch::headeronly::ScalarType::BFloat16 || type == torch::headeronly::ScalarType::Float, "expected bfloat16 or float32");
+  return type == torch::headeronly::ScalarType::BFloat16;
+}
+
+// Number of rows of [..., size], whose last dimension is dense.
+inline int64_t rows_of(const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.stride(-1) == 1, "expected dense rows");
+  int64_t rows = 1;
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) rows *= tensor.size(dim);
+  return rows;
+}
+
+// Elements from one row of [rows, size] to the next.
+inline int64_t row_stride_of(const Tensor& tensor) { return tensor.dim() < 2 ? tensor.size(-1) : tensor.stride(tensor.dim() - 2); }
+
+}  // namespace modelworker

@@ -1,0 +1,116 @@
+"""What the catalog says of an op."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RETURNED = "returned"
+"""The name of an op's result among what its reference computes."""
+
+TOKEN_COUNTS = (0, 1, 3, 17, 256)
+DTYPES = (torch.float32, torch.bfloat16)
+PADDINGS = (0, 5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleShape:
+    """Which sample of an op's inputs is made.
+
+    Attributes:
+        num_tokens: rows.
+        dtype: of the activations.
+        padding: NaN elements in front of and behind each row, and NaN rows behind the last: what lies around the real values in a
+            merged projection or a padded buffer.
+        variant: arguments of the op's own, e.g. the window of attention.
+    """
+
+    num_tokens: int
+    dtype: torch.dtype
+    padding: int = 0
+    variant: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        variant = "".join(f"-{name}={value}" for name, value in self.variant.items())
+        return f"{self.num_tokens}-{str(self.dtype).removeprefix('torch.')}-padding={self.padding}{variant}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """How far a result may be from the reference: |result - reference| <= atol + rtol |reference|."""
+
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """One way to compute an op.
+
+    Attributes:
+        name: "native", "c++" or "triton".
+        run: takes the op's arguments; a registered op, or a plain function.
+        devices: on which it runs.
+        is_available: whether this machine has what it needs.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    is_available: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpSpec:
+    """The contract of an op: everything that its tests and benchmarks are made of.
+
+    Attributes:
+        name: of the registered op, `torch.ops.modelworker.<name>`.
+        implementations: every way to compute it.
+        reference: takes the op's arguments, changes none, and returns what each argument that the op writes to must hold
+            afterwards, by its name, and the result under `RETURNED`. Written from the formula, in fp64 so that it judges fp32, too.
+        sample: makes the op's arguments. What the op must not read is NaN.
+        tolerances: by the dtype of the activations.
+        tolerance_reason: why these.
+        variants: of the samples.
+        benchmark_variants: the sizes of real models, for benchmarks.
+        splits_graph: whether a compiler splits the model's graph at this op.
+    """
+
+    name: str
+    implementations: tuple[Implementation, ...]
+    reference: Callable[..., Mapping[str, Tensor]]
+    sample: Callable[[SampleShape], tuple[Any, ...]]
+    tolerances: Mapping[torch.dtype, Tolerance]
+    tolerance_reason: str
+    variants: tuple[Mapping[str, Any], ...]
+    benchmark_variants: tuple[Mapping[str, Any], ...]
+    splits_graph: bool = False
+
+    def shapes(self) -> Iterator[SampleShape]:
+        """Yields the samples to test: every number of tokens, dtype, padding and variant."""
+        for num_tokens, dtype, padding, variant in product(TOKEN_COUNTS, self.tolerances, PADDINGS, self.variants):
+            yield SampleShape(num_tokens=num_tokens, dtype=dtype, padding=padding, variant=variant)
+
+
+def random_rows(shape: SampleShape, *sizes: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Makes [num_tokens, *sizes] of random numbers, a view of a larger tensor of NaN where the sample is padded."""
+    return padded(random(shape.num_tokens, *sizes, dtype=shape.dtype, seed=seed, scale=scale), shape.padding)
+
+
+def random(*sizes: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
+    """Makes a tensor of random numbers, the same for the same seed."""
+    return (torch.randn(sizes, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def padded(values: Tensor, padding: int) -> Tensor:
+    """Returns the values as a view of a larger tensor of NaN: `padding` before and behind in dimension 1, and behind the rows."""
+    if padding == 0:
+        return values
+    wider = values.new_full((values.shape[0] + padding, values.shape[1] + 2 * padding, *values.shape[2:]), float("nan"))
+    view = wider[: values.shape[0], padding : padding + values.shape[1]]
+    view.copy_(values)
+    return view

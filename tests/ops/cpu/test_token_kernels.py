@@ -1,0 +1,235 @@
+"""Rotary embedding, writing of the KV cache, silu_and_mul and embedding, of every ISA level."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import Tensor
+
+from modelworker.ops.cpu.kernel_list import KernelList
+from modelworker.ops.cpu.library import CpuLibrary
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+ROWS = pytest.mark.parametrize("rows", [0, 1, 3, 17])
+NAN = float("nan")
+NUM_BLOCKS, BLOCK_SIZE = 12, 4
+
+
+def allowed(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32: a few roundings of terms of a few units; bf16: one rounding more."""
+    return 2e-6 + exact.abs() * (2**-8 if dtype == torch.bfloat16 else 2e-6)
+
+
+def assert_close(result: Tensor, exact: Tensor) -> None:
+    assert ((result.double() - exact).abs() <= allowed(exact, result.dtype)).all()
+
+
+class Heads:
+    """Queries, keys and values of one merged projection with NaN around them, slots of which some are -1, and caches of NaN."""
+
+    def __init__(
+        self,
+        rows: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        rotary_dim: int,
+        dtype: torch.dtype,
+        positions: torch.dtype = torch.int32,
+    ) -> None:
+        num_heads, num_kv_heads = heads
+        merged = torch.full((rows, num_heads + 2 * num_kv_heads + 1, head_dim), NAN, dtype=dtype)
+        merged[:, :-1] = torch.randn(rows, num_heads + 2 * num_kv_heads, head_dim)
+        self.merged = merged
+        self.query, self.key, self.value, _ = merged.split((num_heads, num_kv_heads, num_kv_heads, 1), dim=1)
+        self.positions = (torch.arange(rows) * 7 % 31).to(positions)
+        angles = torch.randn(31, rotary_dim // 2) * 3
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+        self.slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:rows]
+        self.slots[::5] = -1
+        self.key_cache, self.value_cache = (
+            torch.full((NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, head_dim), NAN, dtype=dtype) for _ in range(2)
+        )
+        self.eps = 1e-5
+        self.norms = [torch.rand(head_dim).to(dtype) + 0.5 for _ in range(2)]
+
+    def rotated(self, heads: Tensor, *, interleaved: bool, norm: Tensor | None = None) -> Tensor:
+        result = heads.double().clone()
+        if norm is not None:
+            result = result / (result.square().mean(-1, keepdim=True) + self.eps).sqrt() * norm.double()
+        pairs = self.cos_sin.shape[1] // 2
+        first = torch.arange(pairs) * (2 if interleaved else 1)
+        second = first + (1 if interleaved else pairs)
+        cos, sin = self.cos_sin.double()[self.positions.long()].unsqueeze(1).chunk(2, dim=-1)
+        a, b = result[..., first], result[..., second]
+        result[..., first], result[..., second] = a * cos - b * sin, b * cos + a * sin
+        return result
+
+    def check_caches(self, key: Tensor, value: Tensor) -> None:
+        """The caches hold these rows in the slots of their tokens, and nothing else."""
+        for cache, rows in ((self.key_cache, key), (self.value_cache, value)):
+            expected = torch.full_like(cache, NAN)
+            for row, slot in enumerate(self.slots.tolist()):
+                if slot >= 0:
+                    expected[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = rows[row]
+            assert torch.equal(cache.nan_to_num(99), expected.nan_to_num(99))
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    rows=st.sampled_from([0, 1, 3, 17]),
+    heads=st.sampled_from([(1, 1), (9, 3), (4, 4)]),
+    head_dim=st.sampled_from([2, 16, 34, 64, 80, 128, 256]),
+    rotated_part=st.sampled_from([1.0, 0.5]),
+    interleaved=st.booleans(),
+    with_norm=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    positions=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_one_pass_normalises_rotates_and_stores(
+    cpu_library: CpuLibrary,
+    rows: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    rotated_part: float,
+    interleaved: bool,
+    with_norm: bool,
+    dtype: torch.dtype,
+    positions: torch.dtype,
+) -> None:
+    rotary_dim = max(2, int(head_dim * rotated_part) // 2 * 2)
+    case = Heads(rows, heads, head_dim, rotary_dim, dtype, positions)
+    norms = case.norms if with_norm else [None, None]
+    query, key = (case.rotated(x, interleaved=interleaved, norm=n) for x, n in zip((case.query, case.key), norms, strict=True))
+    value = case.value.clone()
+    order = cpu_library.ops.rotary_store_kv(
+        case.query, case.key, case.value, *norms, case.eps, case.positions, case.cos_sin, interleaved,
+        case.key_cache, case.value_cache, case.slots,
+    )  # fmt: skip
+    assert order.shape == (0,)
+    assert_close(case.query, query)
+    assert_close(case.key, key)
+    assert torch.equal(case.value, value)
+    case.check_caches(case.key, value)
+    assert case.merged[:, -1].isnan().all()
+
+
+@DTYPES
+@ROWS
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_alone_leaves_the_rest_of_a_head_bit_by_bit(
+    cpu_library: CpuLibrary, dtype: torch.dtype, rows: int, interleaved: bool
+) -> None:
+    case = Heads(rows, (5, 1), 64, 22, dtype)
+    before = case.merged.clone()
+    query, key = (case.rotated(x, interleaved=interleaved) for x in (case.query, case.key))
+    cpu_library.ops.rotary_embedding(case.query, case.key, case.positions, case.cos_sin, interleaved)
+    assert_close(case.query, query)
+    assert_close(case.key, key)
+    assert torch.equal(case.merged[..., 22:].nan_to_num(9), before[..., 22:].nan_to_num(9))
+    assert torch.equal(case.value, before[:, 6:7])
+
+
+@DTYPES
+@ROWS
+def test_keys_and_values_are_stored_in_their_slots_alone(cpu_library: CpuLibrary, dtype: torch.dtype, rows: int) -> None:
+    case = Heads(rows, (1, 3), 18, 18, dtype)
+    case.merged[::5] = NAN
+    order = cpu_library.ops.store_kv(case.key, case.value, case.key_cache, case.value_cache, case.slots)
+    assert order.shape == (0,)
+    case.check_caches(case.key, case.value)
+
+
+@DTYPES
+@ROWS
+@pytest.mark.parametrize("size", [1, 30, 64, 129, 1536])
+def test_silu_and_mul_is_that_of_fp64(cpu_library: CpuLibrary, dtype: torch.dtype, rows: int, size: int) -> None:
+    wide = torch.full((rows, 2 * size + 3), NAN, dtype=dtype)
+    wide[:, : 2 * size] = torch.randn(rows, 2 * size) * 5
+    gate, up = wide[:, : 2 * size].double().chunk(2, dim=-1)
+    assert_close(cpu_library.ops.silu_and_mul(wide[:, : 2 * size]), torch.nn.functional.silu(gate) * up)
+
+
+@DTYPES
+def test_silu_of_large_numbers_saturates_and_nan_stays(cpu_library: CpuLibrary, dtype: torch.dtype) -> None:
+    gate = torch.tensor([-1e30, -200.0, 0.0, 200.0, 1e30, NAN])
+    result = cpu_library.ops.silu_and_mul(torch.cat((gate, torch.ones(6))).to(dtype)).float()
+    assert result[:3].abs().max() < 1e-6
+    torch.testing.assert_close(result[3:5], gate[3:5].to(dtype).float())
+    assert result[5].isnan()
+
+
+@DTYPES
+@ROWS
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_rows_of_an_embedding_are_copied(cpu_library: CpuLibrary, dtype: torch.dtype, rows: int, ids_dtype: torch.dtype) -> None:
+    weight = torch.randn(40, 33).to(dtype)
+    ids = torch.randint(40, (rows,), dtype=ids_dtype)
+    assert torch.equal(cpu_library.ops.embedding(weight, ids), weight[ids.long()])
+
+
+def test_an_id_outside_of_the_vocabulary_gives_nan(cpu_library: CpuLibrary) -> None:
+    result = cpu_library.ops.embedding(torch.zeros(4, 3), torch.tensor([-1, 3, 4, 2**40]))
+    assert result.isnan().all(dim=1).tolist() == [True, False, True, True]
+
+
+@DTYPES
+def test_results_do_not_depend_on_the_number_of_threads(cpu_library: CpuLibrary, dtype: torch.dtype) -> None:
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            case = Heads(5, (9, 3), 64, 64, dtype)
+            cpu_library.ops.rotary_store_kv(
+                case.query, case.key, case.value, *case.norms, case.eps, case.positions, case.cos_sin, False,
+                case.key_cache, case.value_cache, case.slots,
+            )  # fmt: skip
+            results.append((case.merged.nan_to_num(9), case.key_cache.nan_to_num(9), cpu_library.ops.silu_and_mul(case.query)))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def test_a_recorded_list_reads_positions_slots_and_values_when_it_is_replayed(cpu_library: CpuLibrary) -> None:
+    case = Heads(4, (4, 2), 32, 32, torch.bfloat16)
+    kernels = KernelList(cpu_library)
+    with kernels.recording():
+        cpu_library.ops.rotary_store_kv(
+            case.query, case.key, case.value, None, None, 0.0, case.positions, case.cos_sin, False,
+            case.key_cache, case.value_cache, case.slots,
+        )  # fmt: skip
+        gated = cpu_library.ops.silu_and_mul(case.query)
+    case.merged.normal_()
+    case.positions.copy_(torch.tensor([30, 0, 5, 5]))
+    case.slots.copy_(torch.tensor([-1, 40, 3, -1]))
+    case.key_cache.fill_(NAN)
+    case.value_cache.fill_(NAN)
+    query, key, value = case.rotated(case.query, interleaved=False), case.rotated(case.key, interleaved=False), case.value.clone()
+    kernels.replay()
+    kernels.close()
+    assert_close(case.query, query)
+    assert_close(case.key, key)
+    case.check_caches(case.key, value)
+    assert torch.equal(gated, cpu_library.ops.silu_and_mul(case.query))
+
+
+def test_tensors_that_do_not_fit_are_refused(cpu_library: CpuLibrary) -> None:
+    case = Heads(3, (4, 2), 32, 32, torch.bfloat16)
+    ops = cpu_library.ops
+    with pytest.raises(RuntimeError, match=r"expected slots \[3\], int64"):
+        ops.store_kv(case.key, case.value, case.key_cache, case.value_cache, case.slots[:2])
+    with pytest.raises(RuntimeError, match="expected keys and values of the cache's dtype"):
+        ops.store_kv(case.key.float(), case.value.float(), case.key_cache, case.value_cache, case.slots)
+    with pytest.raises(RuntimeError, match="expected a table"):
+        ops.rotary_embedding(case.query, case.key, case.positions, torch.zeros(31, 64), False)
+    with pytest.raises(RuntimeError, match=r"expected positions \[3\]"):
+        ops.rotary_embedding(case.query, case.key, case.positions[:1], case.cos_sin, False)
+    with pytest.raises(RuntimeError, match=r"expected rows gate \| up"):
+        ops.silu_and_mul(torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match="expected a norm weight"):
+        ops.rotary_store_kv(
+            case.query, case.key, case.value, torch.ones(3).bfloat16(), None, 0.0, case.positions, case.cos_sin, False,
+            case.key_cache, case.value_cache, case.slots,
+        )  # fmt: skip

@@ -1,0 +1,192 @@
+"""What the doctor checks of device and model. Uses what `startup` uses, up to the point where weights would be read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelworker.worker.errors import SetupError
+from modelworker.worker.examination import Examination, Found, Outcome, Status
+from modelworker.worker.machine import read_machine
+from modelworker.worker.models.causal_lm import CausalLM
+from modelworker.worker.models.checkpoint import Checkpoint
+from modelworker.worker.models.config import ModelConfig, read_json_object
+from modelworker.worker.models.registry import build_model, load_model_config
+from modelworker.worker.models.weights import match_weights
+from modelworker.worker.plan import (
+    DtypeChoice,
+    KvCachePlan,
+    check_weights_fit,
+    choose_device,
+    choose_dtype,
+    choose_max_model_len,
+    free_bytes_of,
+    judge_memory,
+    measure_products,
+    plan_kv_cache,
+    step_bytes,
+    weights_bytes,
+)
+from modelworker.worker.self_check import check_products
+from modelworker.worker.settings import DeviceSettings, ModelSettings, StepSettings, WorkerSettings
+from modelworker.worker.terminal import format_bytes
+
+
+def examine_model(examination: Examination, settings: WorkerSettings, directory: Outcome[Path], threads: Outcome[int]) -> None:
+    """Adds the checks of device and model.
+
+    Args:
+        examination: receives them.
+        settings: of the worker.
+        directory: of the model.
+        threads: that would compute.
+    """
+    check = examination.check
+    device = check("device", lambda: _device(settings.device))
+    config = check("config", lambda: _config(directory.value))
+    check("tokenizer", lambda: _tokenizer(directory.value, config.value))
+    dtype = check("dtype", lambda: _dtype(settings.model, config.value, device.value, threads.value))
+    check("products", lambda: Found(value=None, text=check_products(dtype.value.dtype, device.value)))
+    max_model_len = check("max_model_len", lambda: _max_model_len(settings.model, config.value))
+    # Shapes do not depend on the type, so that files are held against the model even where no type could be chosen.
+    model = check("model", lambda: _model(config.value, dtype.value.dtype if dtype.is_known else torch.float32))
+    checkpoint = check("files", lambda: _files(directory.value))
+    check("weights", lambda: _weights(model.value, checkpoint.value))
+    left = check(
+        "memory", lambda: _memory(model.value, dtype.value, device.value), advice="use a machine, or a limit, with more memory"
+    )
+    plan = check("kv_cache", lambda: _kv_cache(settings, config.value, dtype.value, max_model_len.value, left.value))
+    check("step_memory", lambda: _step_memory(settings.step, config.value, max_model_len.value, plan.value, left.value))
+
+
+def _device(settings: DeviceSettings) -> Found[torch.device]:
+    device = choose_device(settings)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return Found(value=device, text=f"{device}: {name}, CUDA {torch.version.cuda}, {settings.device} was asked for")
+    if torch.version.cuda is None:
+        reason = "torch is built without CUDA"
+    else:
+        reason = f"torch is built for CUDA {torch.version.cuda}, a GPU {'can' if torch.cuda.is_available() else 'can not'} be used"
+    return Found(value=device, text=f"cpu, {settings.device} was asked for; {reason}")
+
+
+def _config(directory: Path) -> Found[ModelConfig]:
+    config = load_model_config(directory)
+    text = (
+        f"{config.architecture}: {config.num_layers} layers, hidden size {config.hidden_size}, {config.num_heads} query and "
+        f"{config.num_kv_heads} KV heads of size {config.head_dim}, vocabulary {config.vocab_size:,}"
+    )
+    if config.eos_token_ids:
+        return Found(value=config, text=text)
+    return Found(
+        value=config,
+        text=f"{text}; no eos_token_id",
+        status=Status.WARNING,
+        advice="a router must know by itself where texts end: add eos_token_id to generation_config.json",
+    )
+
+
+def _tokenizer(directory: Path, config: ModelConfig) -> Found[None]:
+    """The worker itself needs none: a missing or wrong one is no reason not to start."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        advice = "the worker needs none; give `modelworker generate` one with --tokenizer DIR"
+        return Found(value=None, text=f"{path.name} is missing", status=Status.WARNING, advice=advice)
+    advice = "the worker needs none, but texts would be wrong: take the tokenizer that belongs to the model"
+    try:
+        largest = max(_token_ids(read_json_object(path)), default=-1)
+    except (SetupError, TypeError, AttributeError, KeyError) as error:
+        return Found(value=None, text=f"{path.name} can't be read: {error}", status=Status.WARNING, advice=advice)
+    if largest < config.vocab_size:
+        return Found(value=None, text=f"{path.name}, ids up to {largest:,}")
+    text = f"{path.name} has ids up to {largest:,}, but the model's vocabulary ends at {config.vocab_size - 1:,}"
+    return Found(value=None, text=text, status=Status.WARNING, advice=advice)
+
+
+def _token_ids(tokenizer: dict[str, Any]) -> Iterator[int]:
+    """Yields the ids in a tokenizer.json, whose vocabulary is an object of ids, or a list of tokens by id."""
+    vocabulary = tokenizer["model"]["vocab"]
+    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    yield from (token["id"] for token in tokenizer.get("added_tokens", ()))
+
+
+def _dtype(settings: ModelSettings, config: ModelConfig, device: torch.device, num_threads: int) -> Found[DtypeChoice]:
+    with _threads(num_threads):
+        choice = choose_dtype(settings, config, measure_products(device))
+    text = f"{choice.name}: {choice.reason}"
+    if not choice.degradations:
+        return Found(value=choice, text=text)
+    messages = "; ".join(degradation.message for degradation in choice.degradations)
+    return Found(value=choice, text=f"{text}; {messages}", status=Status.WARNING)
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _max_model_len(settings: ModelSettings, config: ModelConfig) -> Found[int]:
+    length = choose_max_model_len(settings, config)
+    return Found(value=length, text=f"{length:,} tokens; the model was made for {config.max_scaled_len:,}")
+
+
+def _model(config: ModelConfig, dtype: torch.dtype) -> Found[CausalLM]:
+    model = build_model(config, dtype=dtype)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    tied = ", head tied to the embedding" if model.has_tied_head else ""
+    return Found(value=model, text=f"{num_parameters / 1e6:,.1f} million parameters{tied}")
+
+
+def _files(directory: Path) -> Found[Checkpoint]:
+    checkpoint = Checkpoint.open(directory)
+    entries = checkpoint.tensors.values()
+    num_files = len({entry.path for entry in entries})
+    dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
+    files = f"{checkpoint.source.name} and {num_files} files" if num_files > 1 else checkpoint.source.name
+    text = f"{files}: {len(entries)} tensors, {format_bytes(checkpoint.num_bytes)} of {dtypes}; only headers were read"
+    return Found(value=checkpoint, text=text)
+
+
+def _weights(model: CausalLM, checkpoint: Checkpoint) -> Found[None]:
+    # Whether a head beside a tied embedding is equal to it shows only when both are read.
+    _, slots = match_weights(model, checkpoint, compare_heads=False)
+    return Found(value=None, text=f"all {len(slots)} tensors that the model needs are there, in the right shapes")
+
+
+def _memory(model: CausalLM, dtype: DtypeChoice, device: torch.device) -> Found[int]:
+    """Finds out what is free once the weights are loaded, in the type that was chosen."""
+    needed_bytes, free_bytes = weights_bytes(model), free_bytes_of(device, read_machine())
+    check_weights_fit(needed_bytes, free_bytes)
+    text = f"weights in {dtype.name} take {format_bytes(needed_bytes)} of {format_bytes(free_bytes)} free"
+    return Found(value=free_bytes - needed_bytes, text=text)
+
+
+def _kv_cache(
+    settings: WorkerSettings, config: ModelConfig, dtype: DtypeChoice, max_model_len: int, free_bytes: int
+) -> Found[KvCachePlan]:
+    plan = plan_kv_cache(settings, config, dtype=dtype.dtype, max_model_len=max_model_len, free_bytes=free_bytes)
+    tokens = (plan.num_blocks - 1) * plan.geometry.block_size
+    text = (
+        f"{plan.num_blocks:,} blocks of {plan.geometry.block_size} tokens, {format_bytes(plan.num_bytes)} of "
+        f"{format_bytes(free_bytes)} that the weights leave; {tokens:,} tokens, {tokens / max_model_len:.1f} longest sequences"
+    )
+    return Found(value=plan, text=text)
+
+
+def _step_memory(
+    settings: StepSettings, config: ModelConfig, max_model_len: int, plan: KvCachePlan, free_bytes: int
+) -> Found[None]:
+    largest = step_bytes(settings, config, dtype=plan.geometry.dtype, max_model_len=max_model_len)
+    left = free_bytes - plan.num_bytes
+    degradations = judge_memory(largest, left)
+    if degradations:
+        return Found(value=None, text=degradations[0].message, status=Status.WARNING)
+    return Found(value=None, text=f"the largest step takes at most {format_bytes(largest)} of {format_bytes(left)} left")

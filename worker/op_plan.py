@@ -1,0 +1,44 @@
+"""What is decided about ops before a model is built, and what is said of them afterwards."""
+
+import torch
+from torch import nn
+
+from modelworker.ops.op_settings import OpSettings, OpSettingsError, Platform, choose_custom_ops
+from modelworker.ops.plugins import PluginError, load_plugins
+from modelworker.ops.replaceable import warn_of_unused_replacements
+from modelworker.ops.report import report_ops, switchable_ops
+from modelworker.worker.description import OpDescription
+from modelworker.worker.errors import SettingsError, SetupError
+from modelworker.worker.settings import OpsSettings
+
+
+def plan_ops(settings: OpsSettings, device: torch.device, *, compiles: bool, backend: str = "inductor") -> OpSettings:
+    """Loads the plug-ins, and resolves --custom-ops.
+
+    Raises:
+        SetupError: a plug-in can't be loaded.
+        SettingsError: --custom-ops contradicts itself or names an op that there is not.
+    """
+    try:
+        load_plugins()
+    except PluginError as error:
+        raise SetupError(str(error)) from error
+    platform: Platform = "cuda" if device.type == "cuda" else "cpu"
+    try:
+        custom_ops = choose_custom_ops(
+            settings.custom_ops, known=switchable_ops(), platform=platform, compiles=compiles, backend=backend
+        )
+    except OpSettingsError as error:
+        raise SettingsError(f"--custom-ops: {error}") from error
+    return OpSettings(platform=platform, custom_ops=custom_ops, compiles=compiles, backend=backend)
+
+
+def describe_ops(model: nn.Module) -> tuple[OpDescription, ...]:
+    """Says which ops a model runs, and warns of plug-ins that replace something it does not use."""
+    warn_of_unused_replacements()
+    return tuple(
+        OpDescription(
+            name=report.name, implementation=report.implementation, reason=report.reason, alternatives=report.alternatives
+        )
+        for report in report_ops(model)
+    )
