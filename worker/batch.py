@@ -69,7 +69,7 @@ class StepBatch:
         worker_epoch: the epoch that the step expects; 0 = any (unsequenced steps only).
         router_id: who sends it; 0 = unsaid (unsequenced steps only).
         client_tag: echoed in the answer.
-        arrival_ns: `time.monotonic_ns()` when the request was parsed.
+        arrival_ns: `time.monotonic_ns()` when the request arrived.
         deadline_ns: `time.monotonic_ns()` after which the step must not start, or None.
         digest: of a sequenced step's content, for safe retries; empty for an unsequenced one.
         traceparent: W3C trace context, or "".
@@ -213,7 +213,7 @@ class StepResult:
     Attributes:
         sampled_counts: [num_sequences], tokens sampled for each row.
         sampled_ids: [sum of sampled_counts].
-        logprobs: None when no row asked for them.
+        logprobs: None when no row that samples asked for them.
         sequence_errors: rows that failed.
         tainted_block_ids: ascending, blocks whose content can't be trusted.
         graph: how the step ran.

@@ -33,7 +33,7 @@ class KvCacheGeometry:
 
     @property
     def layout_fingerprint(self) -> str:
-        """Equal exactly when blocks may be exchanged between two caches."""
+        """Equal exactly when the blocks of two caches have one layout."""
         text = f"heads-first/{self.num_layers}/{self.num_kv_heads}/{self.block_size}/{self.head_dim}/{self.dtype}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

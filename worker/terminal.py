@@ -87,9 +87,11 @@ def _amount(number: int, unit: str) -> str:
 
 def _columns_of(stream: TextIO) -> int:
     try:
-        return max(os.get_terminal_size(stream.fileno()).columns, 2)
+        columns = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         return _DEFAULT_COLUMNS
+    # A terminal that nobody has given a size says 0.
+    return columns or _DEFAULT_COLUMNS
 
 
 def format_bytes(number: int) -> str:

@@ -70,10 +70,7 @@ void attend_item(const AttentionArguments& a, const Item& item, const Item* next
     }
     Ahead<T> ahead(*following, a.head_dim);
     engine.multiply_keys(*cached, ahead);
-    for (int64_t row = 0; row < engine.num_padded_rows(); row += Vector::kWidth) {
-      const float factor = prepare_scores(a, item, *cached, rows, row, engine.scores(row));
-      weigh<Engine::kRounded>(engine.scores(row), cached->count, factor, row, rows, [&] { ahead.fetch(2); });
-    }
+    engine.weigh_scores(a, item, *cached, rows, ahead);
     engine.add_values(*cached, rows, ahead);
     ahead.fetch(kStepTokens);
     std::swap(cached, following);

@@ -98,18 +98,6 @@ Vector weight_of(Vector x) {
 #endif
 }
 
-// `weight` as bf16 will hold it: the sum of weights is that of what is multiplied, so that what rounding adds to all of them cancels.
-template <bool Rounded>
-Vector as_multiplied(Vector weight) {
-#if defined(__AVX512F__)
-  if constexpr (Rounded) {
-    const __m512i half_up = _mm512_add_epi32(_mm512_castps_si512(weight.value), _mm512_set1_epi32(0x8000));
-    return {_mm512_castsi512_ps(_mm512_and_si512(half_up, _mm512_set1_epi32(static_cast<int>(0xffff0000))))};
-  }
-#endif
-  return weight;
-}
-
 // `score` where first <= token <= last, else kLowest, whatever the score is.
 inline Vector score_if_seen(Vector score, Vector token, Vector first, Vector last) {
 #if defined(__AVX512F__)
@@ -142,13 +130,17 @@ struct alignas(64) TileRows {
 inline void start_rows(const AttentionArguments& a, const Item& item, int64_t padded, TileRows& rows) {
   const int64_t group = a.num_heads / a.num_kv_heads;
   for (int64_t row = 0; row < padded; ++row) {
-    const int64_t token = row / group;
-    const int64_t position = item.position + token;
-    const bool is_real = token < item.num_tokens;
-    rows.first_seen[row] = is_real && a.window > 0 ? static_cast<float>(position - a.window + 1) : 0.0f;
-    rows.last_seen[row] = is_real ? static_cast<float>(position) : 1e30f;
+    rows.first_seen[row] = 0.0f;
+    rows.last_seen[row] = 1e30f;
     rows.highest[row] = kLowest;
     rows.total[row] = 0.0f;
+  }
+  for (int64_t token = 0; token < item.num_tokens; ++token) {
+    const int64_t position = item.position + token;
+    for (int64_t row = token * group; row < (token + 1) * group; ++row) {
+      if (a.window > 0) rows.first_seen[row] = static_cast<float>(position - a.window + 1);
+      rows.last_seen[row] = static_cast<float>(position);
+    }
   }
 }
 
@@ -160,9 +152,8 @@ bool needs_mask(const AttentionArguments& a, const Item& item, const Cached<T>& 
 }
 
 // Turns the scores [count][width] of a vector of rows into weights, and updates the rows: a running softmax (Milakov and Gimelshein,
-// 2018). `fetch` is called for every 8 tokens.
-template <bool Rounded, typename Fetch>
-void weigh(float* scores, int64_t count, float factor, int64_t row, TileRows& rows, const Fetch& fetch) {
+// 2018).
+inline void weigh(float* scores, int64_t count, float factor, int64_t row, TileRows& rows) {
   constexpr int64_t width = Vector::kWidth;
   // Four maxima, because one would wait for itself.
   Vector maxima[4];
@@ -178,8 +169,7 @@ void weigh(float* scores, int64_t count, float factor, int64_t row, TileRows& ro
   Vector total = load(rows.total + row) * shrink;
   const Vector offset = zero() - highest;
   for (i = 0; i < count; ++i) {
-    if (i % 8 == 0) fetch();
-    const Vector weight = as_multiplied<Rounded>(weight_of<Rounded>(multiply_add(load(scores + i * width), broadcast(factor), offset)));
+    const Vector weight = weight_of<false>(multiply_add(load(scores + i * width), broadcast(factor), offset));
     total = total + weight;
     store(scores + i * width, weight);
   }
@@ -188,22 +178,17 @@ void weigh(float* scores, int64_t count, float factor, int64_t row, TileRows& ro
   store(rows.shrink + row, shrink);
 }
 
-// What `weigh` can't do in passing: soft cap, mask, and a factor that would turn maxima into minima. Returns the factor that is left.
+// Whether the scores of a step need more than the scale: a mask, a soft cap, or a sign that would turn maxima into minima.
 template <typename T>
-float prepare_scores(const AttentionArguments& a, const Item& item, const Cached<T>& cached, const TileRows& rows, int64_t row, float* scores) {
-  constexpr int64_t width = Vector::kWidth;
-  const bool is_masked = needs_mask(a, item, cached);
-  if (!is_masked && a.soft_cap <= 0 && a.scale >= 0) return a.scale * kLog2E;
-  const Vector first = load(rows.first_seen + row);
-  const Vector last = load(rows.last_seen + row);
-  for (int64_t i = 0; i < cached.count; ++i) {
-    Vector score = load(scores + i * width) * broadcast(a.scale);
-    if (a.soft_cap > 0) score = capped(score, a.soft_cap);
-    score = score * broadcast(kLog2E);
-    if (is_masked) score = score_if_seen(score, broadcast(static_cast<float>(cached.begin + i)), first, last);
-    store(scores + i * width, score);
-  }
-  return 1.0f;
+bool needs_preparation(const AttentionArguments& a, const Item& item, const Cached<T>& cached) {
+  return needs_mask(a, item, cached) || a.soft_cap > 0 || a.scale < 0;
+}
+
+// The score that a product becomes, in units of log 2: kLowest where the row doesn't see the token, whatever the product is.
+inline Vector prepared(const AttentionArguments& a, Vector product, Vector token, Vector first_seen, Vector last_seen) {
+  Vector score = product * broadcast(a.scale);
+  if (a.soft_cap > 0) score = capped(score, a.soft_cap);
+  return score_if_seen(score * broadcast(kLog2E), token, first_seen, last_seen);
 }
 
 }  // namespace modelworker

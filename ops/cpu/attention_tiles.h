@@ -1,10 +1,11 @@
 // A tile of queries by AMX tiles of bf16: 16 rows of queries at a time.
 //
 // Scores are computed as K Q^T: a tile of keys is 16 tokens as they lie in the cache, with no copy where a block is a multiple of 16
-// tokens and a head a multiple of 32 elements, and the softmax goes down the tokens with 16 rows as lanes. Weights are then transposed in
-// registers, and values interleaved in pairs of tokens, once for all rows.
+// tokens and a head a multiple of 32 elements. Scores are then turned, 4 rows at a time, so that the softmax of a few heads that share
+// a KV head costs no more than they are, and values are interleaved in pairs of tokens, once for all rows.
 #pragma once
 #if defined(__AMX_BF16__)
+#include <cmath>
 #include <cstring>
 
 #include "attention_rows.h"
@@ -15,42 +16,32 @@ namespace modelworker {
 // Compilers take a tile load for an instruction that reads no memory: without this, what was stored just before may come after it.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
 
-// Writes weights [32 tokens][16 rows] as a tile [16 rows][32 tokens] of bf16.
-inline void transpose_weights(const float* weights, BFloat16* tile) {
-  const auto pair = [&](int64_t low, int64_t high) {
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_load_ps(weights + high * 16), _mm512_load_ps(weights + low * 16)));
-  };
-  __m512i halves[2][8];
-  for (int half = 0; half < 2; ++half) {
-    // Each 128-bit lane is an 8 x 8 transposition of its own: lanes 0 and 2 of the result are rows 0 .. 7, lanes 1 and 3 are rows 8 .. 15.
-    __m512i a[8], b[8];
-    for (int i = 0; i < 8; ++i) a[i] = pair(half * 16 + i, half * 16 + 8 + i);
-    for (int i = 0; i < 4; ++i) {
-      b[2 * i] = _mm512_unpacklo_epi16(a[2 * i], a[2 * i + 1]);
-      b[2 * i + 1] = _mm512_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
-    }
-    for (int i = 0; i < 2; ++i) {
-      for (int j = 0; j < 2; ++j) {
-        a[4 * i + 2 * j] = _mm512_unpacklo_epi32(b[4 * i + j], b[4 * i + 2 + j]);
-        a[4 * i + 2 * j + 1] = _mm512_unpackhi_epi32(b[4 * i + j], b[4 * i + 2 + j]);
-      }
-    }
-    for (int i = 0; i < 4; ++i) {
-      halves[half][2 * i] = _mm512_unpacklo_epi64(a[i], a[4 + i]);
-      halves[half][2 * i + 1] = _mm512_unpackhi_epi64(a[i], a[4 + i]);
-    }
+// Reads 16 tokens' scores of 4 rows out of [tokens][16 rows] and turns them into 4 vectors of 16 tokens.
+inline void load_four_rows(const float* scores, Vector* rows) {
+  __m512 tokens[4];
+  for (int i = 0; i < 4; ++i) {
+    const float* from = scores + i * 16;
+    __m512 lanes = _mm512_castps128_ps512(_mm_load_ps(from));
+    lanes = _mm512_insertf32x4(lanes, _mm_load_ps(from + 64), 1);
+    lanes = _mm512_insertf32x4(lanes, _mm_load_ps(from + 128), 2);
+    tokens[i] = _mm512_insertf32x4(lanes, _mm_load_ps(from + 192), 3);
   }
-  for (int row = 0; row < 8; ++row) {
-    _mm512_store_si512(tile + row * 32, _mm512_shuffle_i32x4(halves[0][row], halves[1][row], 0x88));
-    _mm512_store_si512(tile + (8 + row) * 32, _mm512_shuffle_i32x4(halves[0][row], halves[1][row], 0xdd));
-  }
+  const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(tokens[0], tokens[1]));
+  const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(tokens[2], tokens[3]));
+  const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(tokens[0], tokens[1]));
+  const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(tokens[2], tokens[3]));
+  rows[0].value = _mm512_castpd_ps(_mm512_unpacklo_pd(low01, low23));
+  rows[1].value = _mm512_castpd_ps(_mm512_unpackhi_pd(low01, low23));
+  rows[2].value = _mm512_castpd_ps(_mm512_unpacklo_pd(high01, high23));
+  rows[3].value = _mm512_castpd_ps(_mm512_unpackhi_pd(high01, high23));
 }
+
+alignas(64) inline constexpr BFloat16 kZeros[kMaxHeadDim] = {};
 
 class TileEngine {
  public:
   // What a thread needs while it uses engines.
   using Session = TileConfiguration;
-  static constexpr bool kRounded = true;
   // A tile of keys must not reach over the end of a block.
   static int64_t alignment(const AttentionArguments& a) { return a.block_size % 16 == 0 ? 16 : 1; }
 
@@ -63,12 +54,13 @@ class TileEngine {
         reads_keys_in_place_(a.block_size % 16 == 0 && a.head_dim % 32 == 0) {
     load_queries(a, item);
     std::memset(sums_, 0, sizeof(float) * num_groups_ * num_slices_ * 2 * 256);
+    // Rows behind the last one keep weights of 0.
+    for (int64_t row = num_rows_; row % 16 != 0; ++row)
+      for (int64_t step = 0; step < kMaxSteps; ++step)
+        _mm512_store_si512(weights_ + (row / 16 * kMaxSteps + step) * 512 + row % 16 * 32, _mm512_setzero_si512());
   }
 
   int64_t num_padded_rows() const { return num_groups_ * 16; }
-  // [kStepTokens][16], of 16 rows.
-  float* scores(int64_t row) { return scores_ + row * kStepTokens; }
-
   void multiply_keys(const Cached<BFloat16>& cached, Ahead<BFloat16>& ahead) {
     for (int64_t i = 0; i < cached.count; i += 64) {
       const BFloat16* keys[4];
@@ -91,22 +83,41 @@ class TileEngine {
     }
   }
 
+  // Turns scores into weights: before values are interleaved, because a tile load waits until what was just stored is in the cache.
+  void weigh_scores(const AttentionArguments& a, const Item& item, const Cached<BFloat16>& cached, TileRows& rows, Ahead<BFloat16>& ahead) {
+    const bool is_prepared = needs_preparation(a, item, cached);
+    const float factor = is_prepared ? 1.0f : a.scale * kLog2E;
+    const int64_t num_steps = (cached.count + 31) / 32;
+    for (int64_t row = 0; row < num_rows_; row += 4) {
+      ahead.fetch(16);
+      const int64_t count = num_rows_ - row < 4 ? num_rows_ - row : 4;
+      Vector highest[4];
+      turn_scores(a, cached, rows, row, is_prepared, num_steps, highest);
+      for (int64_t r = 0; r < count; ++r) weigh_row(row + r, turned_ + r * kStepTokens, largest(highest[r]) * factor, factor, num_steps, rows);
+    }
+  }
+
   void add_values(const Cached<BFloat16>& cached, const TileRows& rows, Ahead<BFloat16>& ahead) {
     const int64_t num_steps = (cached.count + 31) / 32;
-    load_values(cached, num_steps, ahead);
-    for (int64_t group = 0; group < num_groups_; ++group) {
-      float* weights = scores_ + group * 16 * kStepTokens;
-      std::memset(weights + cached.count * 16, 0, sizeof(float) * (num_steps * 32 - cached.count) * 16);
-      for (int64_t step = 0; step < num_steps; ++step) transpose_weights(weights + step * 512, weights_ + (group * kMaxSteps + step) * 512);
-      shrink_group(group, rows.shrink + group * 16);
+    for (int64_t group = 0; group < num_groups_; ++group) shrink_group(group, rows.shrink + group * 16);
+    if (num_groups_ == 1) {
+      for (int64_t slice = 0; slice < num_slices_; slice += 2) {
+        if (slice + 1 < num_slices_) {
+          add_in_passing<2>(cached, slice, num_steps, ahead);
+        } else {
+          add_in_passing<1>(cached, slice, num_steps, ahead);
+        }
+      }
+      return;
     }
+    load_values(cached, num_steps, ahead);
     for (int64_t group = 0; group < num_groups_; group += 2) {
-      int64_t part = 0;
-      if (group + 1 < num_groups_) {
-        for (; part < num_slices_ * 2; part += 2) add<2, 2>(group, part, num_steps);
-      } else {
-        for (; part + 4 <= num_slices_ * 2; part += 4) add<1, 4>(group, part, num_steps);
-        for (; part < num_slices_ * 2; part += 2) add<1, 2>(group, part, num_steps);
+      for (int64_t part = 0; part < num_slices_ * 2; part += 2) {
+        if (group + 1 < num_groups_) {
+          add<2>(group, part, num_steps);
+        } else {
+          add<1>(group, part, num_steps);
+        }
       }
     }
   }
@@ -196,20 +207,73 @@ class TileEngine {
     _tile_stored(3, second + 256, 64);
   }
 
-  // As tiles [16 pairs of tokens][16 elements][2 tokens]; what no query sees is 0, because 0 times NaN is NaN.
+  // Puts the scores of 4 rows into `turned_`, those behind the last token kLowest, and finds their maxima.
+  void turn_scores(
+      const AttentionArguments& a, const Cached<BFloat16>& cached, const TileRows& rows, int64_t row, bool is_prepared, int64_t num_steps,
+      Vector* highest) {
+    const float* scores = scores_ + row / 16 * 16 * kStepTokens + row % 16;
+    const Vector order = {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
+    for (int r = 0; r < 4; ++r) highest[r] = broadcast(kLowest);
+    for (int64_t token = 0; token < num_steps * 32; token += 16) {
+      Vector vectors[4];
+      load_four_rows(scores + token * 16, vectors);
+      const int64_t left = cached.count - token;
+      for (int r = 0; r < 4; ++r) {
+        if (is_prepared) {
+          const Vector position = broadcast(static_cast<float>(cached.begin + token)) + order;
+          vectors[r] = prepared(a, vectors[r], position, broadcast(rows.first_seen[row + r]), broadcast(rows.last_seen[row + r]));
+        }
+        if (left < 16) vectors[r] = score_if_seen(vectors[r], order, zero(), broadcast(static_cast<float>(left - 1)));
+        highest[r] = maximum(vectors[r], highest[r]);
+        store(turned_ + r * kStepTokens + token, vectors[r]);
+      }
+    }
+  }
+
+  // Turns a row's scores into weights of bf16 and updates the row: a running softmax (Milakov and Gimelshein, 2018). The sum is that of
+  // the rounded weights, so that what rounding adds to all of them cancels.
+  void weigh_row(int64_t row, const float* scores, float step_highest, float factor, int64_t num_steps, TileRows& rows) {
+    const float before = rows.highest[row];
+    const float highest = step_highest > before ? step_highest : before;
+    const auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
+    const Vector offset = broadcast(-highest);
+    Vector total = zero();
+    BFloat16* weights = weights_ + row / 16 * kMaxSteps * 512 + row % 16 * 32;
+    for (int64_t step = 0; step < num_steps; ++step, scores += 32, weights += 512) {
+      const Vector first = weight_of<true>(multiply_add(load(scores), broadcast(factor), offset));
+      const Vector second = weight_of<true>(multiply_add(load(scores + 16), broadcast(factor), offset));
+      const __m512bh rounded = _mm512_cvtne2ps_pbh(second.value, first.value);
+      total.value = _mm512_dpbf16_ps(total.value, rounded, ones);
+      _mm512_store_si512(weights, reinterpret_cast<__m512i>(rounded));
+    }
+    const float shrink = std::exp2(before - highest);
+    rows.highest[row] = highest;
+    rows.shrink[row] = shrink;
+    rows.total[row] = rows.total[row] * shrink + sum(total);
+  }
+
+  // As tiles [16 pairs of tokens][16 elements][2 tokens].
   void load_values(const Cached<BFloat16>& cached, int64_t num_steps, Ahead<BFloat16>& ahead) {
-    const auto load_token = [&](int64_t token, int64_t slice) {
-      const bool is_seen = token >= cached.hidden && token < cached.count;
-      return is_seen ? load_slice(cached.values[token], slice) : _mm512_setzero_si512();
-    };
-    for (int64_t pair = 0; pair < num_steps * 16; ++pair) {
-      ahead.fetch(1);
-      BFloat16* to = values_ + (pair / 16 * num_slices_ * 2) * 512 + pair % 16 * 32;
-      for (int64_t slice = 0; slice < num_slices_; ++slice, to += 1024) {
-        const __m512i even = load_token(2 * pair, slice);
-        const __m512i odd = load_token(2 * pair + 1, slice);
-        _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
-        _mm512_store_si512(to + 512, _mm512_unpackhi_epi16(even, odd));
+    for (int64_t step = 0; step < num_steps; ++step) {
+      ahead.fetch(16);
+      for (int64_t slice = 0; slice < num_slices_; ++slice) interleave<1>(cached, step, slice, values_ + (step * num_slices_ + slice) * 1024);
+    }
+  }
+
+  // Writes Slices slices of 32 tokens' values as two tiles each. What no query sees is 0, because 0 times NaN is NaN.
+  template <int Slices>
+  void interleave(const Cached<BFloat16>& cached, int64_t step, int64_t slice, BFloat16* to) const {
+    const int64_t first = cached.hidden;
+    const int64_t end = cached.count;
+    const auto row_of = [&](int64_t token) { return token >= first && token < end ? cached.values[token] : kZeros; };
+    for (int64_t pair = 0; pair < 16; ++pair, to += 32) {
+      const BFloat16* even = row_of(step * 32 + pair * 2);
+      const BFloat16* odd = row_of(step * 32 + pair * 2 + 1);
+      for (int i = 0; i < Slices; ++i) {
+        const __m512i a = load_slice(even, slice + i);
+        const __m512i b = load_slice(odd, slice + i);
+        _mm512_store_si512(to + i * 1024, _mm512_unpacklo_epi16(a, b));
+        _mm512_store_si512(to + i * 1024 + 512, _mm512_unpackhi_epi16(a, b));
       }
     }
   }
@@ -224,20 +288,19 @@ class TileEngine {
     }
   }
 
-  // Adds weights times values to Groups x 16 rows of Parts x 16 elements.
-  template <int Groups, int Parts>
+  // Adds weights times values to Groups x 16 rows of 2 x 16 elements.
+  template <int Groups>
   void add(int64_t group, int64_t part, int64_t num_steps) {
     const int64_t group_stride = num_slices_ * 512;
     float* sums = sums_ + group * group_stride + part * 256;
-    float* third = Groups == 2 ? sums + group_stride : sums + 512;
     const BFloat16* weights = weights_ + group * kMaxSteps * 512;
     const BFloat16* values = values_ + part * 512;
     finish_stores();
     _tile_loadd(0, sums, 64);
     _tile_loadd(1, sums + 256, 64);
-    if constexpr (Groups == 2 || Parts == 4) {
-      _tile_loadd(2, third, 64);
-      _tile_loadd(3, third + 256, 64);
+    if constexpr (Groups == 2) {
+      _tile_loadd(2, sums + group_stride, 64);
+      _tile_loadd(3, sums + group_stride + 256, 64);
     }
     for (int64_t step = 0; step < num_steps; ++step, weights += 512, values += num_slices_ * 1024) {
       _tile_loadd(4, weights, 64);
@@ -249,18 +312,50 @@ class TileEngine {
         _tile_loadd(5, weights + kMaxSteps * 512, 64);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
-      } else if constexpr (Parts == 4) {
+      }
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+    if constexpr (Groups == 2) {
+      _tile_stored(2, sums + group_stride, 64);
+      _tile_stored(3, sums + group_stride + 256, 64);
+    }
+  }
+
+  // The same for the only 16 rows: values are used once, so those of the next 32 tokens are interleaved while tiles are multiplied.
+  template <int Slices>
+  void add_in_passing(const Cached<BFloat16>& cached, int64_t slice, int64_t num_steps, Ahead<BFloat16>& ahead) {
+    float* sums = sums_ + slice * 512;
+    interleave<Slices>(cached, 0, slice, values_);
+    finish_stores();
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + 256, 64);
+    if constexpr (Slices == 2) {
+      _tile_loadd(2, sums + 512, 64);
+      _tile_loadd(3, sums + 768, 64);
+    }
+    for (int64_t step = 0; step < num_steps; ++step) {
+      if (step + 1 < num_steps) interleave<Slices>(cached, step + 1, slice, values_ + (step + 1) % 2 * 2048);
+      ahead.fetch(16);
+      const BFloat16* values = values_ + step % 2 * 2048;
+      finish_stores();
+      _tile_loadd(4, weights_ + step * 512, 64);
+      _tile_loadd(6, values, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, values + 512, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (Slices == 2) {
         _tile_loadd(5, values + 1024, 64);
-        _tile_loadd(6, values + 1536, 64);
         _tile_dpbf16ps(2, 4, 5);
+        _tile_loadd(6, values + 1536, 64);
         _tile_dpbf16ps(3, 4, 6);
       }
     }
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + 256, 64);
-    if constexpr (Groups == 2 || Parts == 4) {
-      _tile_stored(2, third, 64);
-      _tile_stored(3, third + 256, 64);
+    if constexpr (Slices == 2) {
+      _tile_stored(2, sums + 512, 64);
+      _tile_stored(3, sums + 768, 64);
     }
   }
 
@@ -273,6 +368,7 @@ class TileEngine {
   alignas(64) BFloat16 queries_[kMaxTileQueries * kMaxHeadDim];  // [groups][slices][tile]
   alignas(64) BFloat16 keys_[64 * kMaxHeadDim];
   alignas(64) float scores_[kStepTokens * kMaxTileQueries];         // [groups][tokens][16 rows]
+  alignas(64) float turned_[4 * kStepTokens];                       // [4 rows][tokens]
   alignas(64) BFloat16 weights_[kStepTokens * kMaxTileQueries];     // [groups][kMaxSteps][tile]
   alignas(64) BFloat16 values_[kStepTokens * kMaxHeadDim];          // [steps][slices][2 tiles]
   alignas(64) float sums_[kMaxTileQueries * kMaxHeadDim];           // [groups][slices][2 tiles]

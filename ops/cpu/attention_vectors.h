@@ -17,7 +17,6 @@ template <typename T>
 class VectorEngine {
  public:
   struct Session {};
-  static constexpr bool kRounded = false;
   // Any token can be the first of a step.
   static int64_t alignment(const AttentionArguments&) { return 1; }
 
@@ -28,8 +27,6 @@ class VectorEngine {
   }
 
   int64_t num_padded_rows() const { return (num_rows_ + kWidth - 1) / kWidth * kWidth; }
-  // [kStepTokens][kWidth], of kWidth rows.
-  float* scores(int64_t row) { return scores_ + row * kStepTokens; }
 
   void multiply_keys(const Cached<T>& cached, Ahead<T>& ahead) {
     constexpr int64_t tokens = 8;
@@ -40,6 +37,21 @@ class VectorEngine {
     for (int64_t i = 0; i < cached.count; i += tokens) {
       ahead.fetch(3);
       for (int64_t row = 0; row < num_rows_; row += kWidth) score_tokens<tokens>(keys + i, queries_ + row * head_dim_, scores(row) + i * kWidth);
+    }
+  }
+
+  // Turns scores into weights.
+  void weigh_scores(const AttentionArguments& a, const Item& item, const Cached<T>& cached, TileRows& rows, Ahead<T>& ahead) {
+    const bool is_prepared = needs_preparation(a, item, cached);
+    for (int64_t row = 0; row < num_rows_; row += kWidth) {
+      float* row_scores = scores(row);
+      for (int64_t i = 0; is_prepared && i < cached.count; ++i) {
+        const Vector token = broadcast(static_cast<float>(cached.begin + i));
+        const Vector product = load(row_scores + i * kWidth);
+        store(row_scores + i * kWidth, prepared(a, product, token, load(rows.first_seen + row), load(rows.last_seen + row)));
+      }
+      weigh(row_scores, cached.count, is_prepared ? 1.0f : a.scale * kLog2E, row, rows);
+      ahead.fetch(32);
     }
   }
 
@@ -64,6 +76,10 @@ class VectorEngine {
 
  private:
   static constexpr int64_t kWidth = Vector::kWidth;
+
+  // [kStepTokens][kWidth], of kWidth rows.
+  float* scores(int64_t row) { return scores_ + row * kStepTokens; }
+
   static constexpr bool kPairs = kHasDotProducts && std::is_same_v<T, BFloat16>;
   // A key is multiplied as it lies, in pairs of bf16 or in fp32; else it is widened first.
   using Key = std::conditional_t<kPairs, BFloat16, float>;

@@ -19,11 +19,15 @@ inline bool is_bfloat16(const Tensor& tensor) {
   return type == torch::headeronly::ScalarType::BFloat16;
 }
 
-// Number of rows of [..., size], whose last dimension is dense.
+// Number of rows of [..., size], whose last dimension is dense, and whose others could be one.
 inline int64_t rows_of(const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.stride(-1) == 1, "expected dense rows");
   int64_t rows = 1;
-  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) rows *= tensor.size(dim);
+  for (int64_t dim = tensor.dim() - 2; dim >= 0; --dim) {
+    STD_TORCH_CHECK(
+        tensor.size(dim) <= 1 || rows == 0 || tensor.stride(dim) == rows * tensor.stride(tensor.dim() - 2), "expected rows that lie apart by one stride");
+    rows *= tensor.size(dim);
+  }
   return rows;
 }
 

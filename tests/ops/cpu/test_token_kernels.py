@@ -185,7 +185,7 @@ def test_results_do_not_depend_on_the_number_of_threads(cpu_library: CpuLibrary,
                 case.query, case.key, case.value, *case.norms, case.eps, case.positions, case.cos_sin, False,
                 case.key_cache, case.value_cache, case.slots,
             )  # fmt: skip
-            results.append((case.merged.nan_to_num(9), case.key_cache.nan_to_num(9), cpu_library.ops.silu_and_mul(case.query)))
+            results.append((case.merged.nan_to_num(9), case.key_cache.nan_to_num(9), cpu_library.ops.silu_and_mul(case.value.contiguous())))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -200,7 +200,7 @@ def test_a_recorded_list_reads_positions_slots_and_values_when_it_is_replayed(cp
             case.query, case.key, case.value, None, None, 0.0, case.positions, case.cos_sin, False,
             case.key_cache, case.value_cache, case.slots,
         )  # fmt: skip
-        gated = cpu_library.ops.silu_and_mul(case.query)
+        gated = cpu_library.ops.silu_and_mul(case.key[:, 0])
     case.merged.normal_()
     case.positions.copy_(torch.tensor([30, 0, 5, 5]))
     case.slots.copy_(torch.tensor([-1, 40, 3, -1]))
@@ -212,7 +212,7 @@ def test_a_recorded_list_reads_positions_slots_and_values_when_it_is_replayed(cp
     assert_close(case.query, query)
     assert_close(case.key, key)
     case.check_caches(case.key, value)
-    assert torch.equal(gated, cpu_library.ops.silu_and_mul(case.query))
+    assert torch.equal(gated, cpu_library.ops.silu_and_mul(case.key[:, 0]))
 
 
 def test_tensors_that_do_not_fit_are_refused(cpu_library: CpuLibrary) -> None:
@@ -228,6 +228,8 @@ def test_tensors_that_do_not_fit_are_refused(cpu_library: CpuLibrary) -> None:
         ops.rotary_embedding(case.query, case.key, case.positions[:1], case.cos_sin, False)
     with pytest.raises(RuntimeError, match=r"expected rows gate \| up"):
         ops.silu_and_mul(torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match="expected rows that lie apart by one stride"):
+        ops.silu_and_mul(case.query)
     with pytest.raises(RuntimeError, match="expected a norm weight"):
         ops.rotary_store_kv(
             case.query, case.key, case.value, torch.ones(3).bfloat16(), None, 0.0, case.positions, case.cos_sin, False,
