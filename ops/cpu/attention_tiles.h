@@ -36,6 +36,10 @@ inline void load_four_rows(const float* scores, Vector* rows) {
   rows[3].value = _mm512_castpd_ps(_mm512_unpackhi_pd(high01, high23));
 }
 
+// So many rows are summed up from registers: for the 3 or 4 heads that share a KV head in a decode step, storing interleaved values and
+// loading them as tiles takes two to three times as long as their 2 x 4 dot products per row, pair of tokens and 64 elements.
+constexpr int64_t kMaxDotRows = 8;
+
 alignas(64) inline constexpr BFloat16 kZeros[kMaxHeadDim] = {};
 
 class TileEngine {
@@ -48,6 +52,7 @@ class TileEngine {
   TileEngine(const AttentionArguments& a, const Item& item)
       : head_dim_(a.head_dim),
         num_slices_((a.head_dim + 31) / 32),
+        last_mask_(~__mmask32{0} >> (num_slices_ * 32 - a.head_dim)),
         num_rows_(item.num_tokens * (a.num_heads / a.num_kv_heads)),
         num_groups_((num_rows_ + 15) / 16),
         key_stride_(a.cache_token_stride),
@@ -100,16 +105,7 @@ class TileEngine {
   void add_values(const Cached<BFloat16>& cached, const TileRows& rows, Ahead<BFloat16>& ahead) {
     const int64_t num_steps = (cached.count + 31) / 32;
     for (int64_t group = 0; group < num_groups_; ++group) shrink_group(group, rows.shrink + group * 16);
-    if (num_groups_ == 1) {
-      for (int64_t slice = 0; slice < num_slices_; slice += 2) {
-        if (slice + 1 < num_slices_) {
-          add_in_passing<2>(cached, slice, num_steps, ahead);
-        } else {
-          add_in_passing<1>(cached, slice, num_steps, ahead);
-        }
-      }
-      return;
-    }
+    if (num_rows_ <= kMaxDotRows) return add_by_dot_products(cached, ahead);
     load_values(cached, num_steps, ahead);
     for (int64_t group = 0; group < num_groups_; group += 2) {
       for (int64_t part = 0; part < num_slices_ * 2; part += 2) {
@@ -143,8 +139,7 @@ class TileEngine {
 
   // Elements slice * 32 .. of a row of the cache; those behind the head are 0.
   __m512i load_slice(const BFloat16* row, int64_t slice) const {
-    const int64_t left = head_dim_ - slice * 32;
-    return _mm512_maskz_loadu_epi16(left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1, row + slice * 32);
+    return _mm512_maskz_loadu_epi16(slice + 1 < num_slices_ ? ~__mmask32{0} : last_mask_, row + slice * 32);
   }
 
   // As tiles [16 pairs of elements][16 rows][2 elements].
@@ -256,24 +251,23 @@ class TileEngine {
   void load_values(const Cached<BFloat16>& cached, int64_t num_steps, Ahead<BFloat16>& ahead) {
     for (int64_t step = 0; step < num_steps; ++step) {
       ahead.fetch(16);
-      for (int64_t slice = 0; slice < num_slices_; ++slice) interleave<1>(cached, step, slice, values_ + (step * num_slices_ + slice) * 1024);
+      interleave(cached, step, values_ + step * num_slices_ * 1024);
     }
   }
 
-  // Writes Slices slices of 32 tokens' values as two tiles each. What no query sees is 0, because 0 times NaN is NaN.
-  template <int Slices>
-  void interleave(const Cached<BFloat16>& cached, int64_t step, int64_t slice, BFloat16* to) const {
+  // Writes 32 tokens' values, two tiles a slice. What no query sees is 0, because 0 times NaN is NaN.
+  void interleave(const Cached<BFloat16>& cached, int64_t step, BFloat16* to) const {
     const int64_t first = cached.hidden;
     const int64_t end = cached.count;
     const auto row_of = [&](int64_t token) { return token >= first && token < end ? cached.values[token] : kZeros; };
     for (int64_t pair = 0; pair < 16; ++pair, to += 32) {
       const BFloat16* even = row_of(step * 32 + pair * 2);
       const BFloat16* odd = row_of(step * 32 + pair * 2 + 1);
-      for (int i = 0; i < Slices; ++i) {
-        const __m512i a = load_slice(even, slice + i);
-        const __m512i b = load_slice(odd, slice + i);
-        _mm512_store_si512(to + i * 1024, _mm512_unpacklo_epi16(a, b));
-        _mm512_store_si512(to + i * 1024 + 512, _mm512_unpackhi_epi16(a, b));
+      for (int64_t slice = 0; slice < num_slices_; ++slice) {
+        const __m512i a = load_slice(even, slice);
+        const __m512i b = load_slice(odd, slice);
+        _mm512_store_si512(to + slice * 1024, _mm512_unpacklo_epi16(a, b));
+        _mm512_store_si512(to + slice * 1024 + 512, _mm512_unpackhi_epi16(a, b));
       }
     }
   }
@@ -322,45 +316,66 @@ class TileEngine {
     }
   }
 
-  // The same for the only 16 rows: values are used once, so those of the next 32 tokens are interleaved while tiles are multiplied.
-  template <int Slices>
-  void add_in_passing(const Cached<BFloat16>& cached, int64_t slice, int64_t num_steps, Ahead<BFloat16>& ahead) {
-    float* sums = sums_ + slice * 512;
-    interleave<Slices>(cached, 0, slice, values_);
-    finish_stores();
-    _tile_loadd(0, sums, 64);
-    _tile_loadd(1, sums + 256, 64);
-    if constexpr (Slices == 2) {
-      _tile_loadd(2, sums + 512, 64);
-      _tile_loadd(3, sums + 768, 64);
-    }
-    for (int64_t step = 0; step < num_steps; ++step) {
-      if (step + 1 < num_steps) interleave<Slices>(cached, step + 1, slice, values_ + (step + 1) % 2 * 2048);
-      ahead.fetch(16);
-      const BFloat16* values = values_ + step % 2 * 2048;
-      finish_stores();
-      _tile_loadd(4, weights_ + step * 512, 64);
-      _tile_loadd(6, values, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, values + 512, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      if constexpr (Slices == 2) {
-        _tile_loadd(5, values + 1024, 64);
-        _tile_dpbf16ps(2, 4, 5);
-        _tile_loadd(6, values + 1536, 64);
-        _tile_dpbf16ps(3, 4, 6);
+  // The same for a few rows, from registers.
+  void add_by_dot_products(const Cached<BFloat16>& cached, Ahead<BFloat16>& ahead) {
+    for (int64_t slice = 0; slice < num_slices_; slice += 2) {
+      for (int64_t row = 0; row < num_rows_; row += 4) {
+        const int64_t num_rows = num_rows_ - row;
+        if (slice + 1 < num_slices_) {
+          add_pairs<2>(num_rows, cached, row, slice, ahead);
+        } else {
+          add_pairs<1>(num_rows, cached, row, slice, ahead);
+        }
       }
     }
-    _tile_stored(0, sums, 64);
-    _tile_stored(1, sums + 256, 64);
-    if constexpr (Slices == 2) {
-      _tile_stored(2, sums + 512, 64);
-      _tile_stored(3, sums + 768, 64);
+  }
+
+  template <int Slices>
+  void add_pairs(int64_t num_rows, const Cached<BFloat16>& cached, int64_t row, int64_t slice, Ahead<BFloat16>& ahead) {
+    switch (num_rows) {
+      case 1: return add_pairs_to<1, Slices>(cached, row, slice, ahead);
+      case 2: return add_pairs_to<2, Slices>(cached, row, slice, ahead);
+      case 3: return add_pairs_to<3, Slices>(cached, row, slice, ahead);
+      default: return add_pairs_to<4, Slices>(cached, row, slice, ahead);
     }
+  }
+
+  // Adds weights times values, two tokens at a time, to Rows rows of Slices x 32 elements.
+  template <int Rows, int Slices>
+  void add_pairs_to(const Cached<BFloat16>& cached, int64_t row, int64_t slice, Ahead<BFloat16>& ahead) {
+    float* sums = sums_ + slice * 512 + row * 16;
+    __m512 totals[Rows][2 * Slices];
+    for (int r = 0; r < Rows; ++r)
+      for (int part = 0; part < 2 * Slices; ++part) totals[r][part] = _mm512_load_ps(sums + part * 256 + r * 16);
+    const int64_t first = cached.hidden;
+    const int64_t end = cached.count;
+    const auto row_of = [&](int64_t token) { return token >= first && token < end ? cached.values[token] : kZeros; };
+    for (int64_t token = 0; token < end; token += 2) {
+      if (token % 8 == 0) ahead.fetch(4);
+      const BFloat16* even = row_of(token);
+      const BFloat16* odd = row_of(token + 1);
+      const BFloat16* weights = weights_ + token / 32 * 512 + row * 32 + token % 32;
+      __m512bh values[2 * Slices];
+      for (int i = 0; i < Slices; ++i) {
+        const __m512i a = load_slice(even, slice + i);
+        const __m512i b = load_slice(odd, slice + i);
+        values[2 * i] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a, b));
+        values[2 * i + 1] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a, b));
+      }
+      for (int r = 0; r < Rows; ++r) {
+        int32_t pair;
+        std::memcpy(&pair, weights + r * 32, sizeof pair);
+        const auto weight = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+        for (int part = 0; part < 2 * Slices; ++part) totals[r][part] = _mm512_dpbf16_ps(totals[r][part], values[part], weight);
+      }
+    }
+    for (int r = 0; r < Rows; ++r)
+      for (int part = 0; part < 2 * Slices; ++part) _mm512_store_ps(sums + part * 256 + r * 16, totals[r][part]);
   }
 
   const int64_t head_dim_;
   const int64_t num_slices_;  // of 32 elements
+  const __mmask32 last_mask_;  // of the last slice's elements
   const int64_t num_rows_;
   const int64_t num_groups_;  // of 16 rows
   const int64_t key_stride_;

@@ -8,9 +8,12 @@ from modelworker.ops.cpu.isa import IsaLevel, cpu_flags, usable_levels
 from modelworker.ops.cpu.library import CpuLibrary, load_library
 
 _CACHE = Path(__file__).resolve().parents[3] / "build" / "cpu-kernels"
+_LEVELS = usable_levels(cpu_flags())
+# Each level takes a minute to compile and test: the one that this machine would use always, the others in `make test-full`.
+_PARAMETERS = [pytest.param(level, id=level.name, marks=() if level == _LEVELS[0] else pytest.mark.slow) for level in _LEVELS]
 
 
-@pytest.fixture(scope="session", params=usable_levels(cpu_flags()), ids=lambda level: level.name)
+@pytest.fixture(scope="session", params=_PARAMETERS)
 def cpu_library(request: pytest.FixtureRequest) -> CpuLibrary:
     """The kernels; a test that takes them runs once for every level."""
     level: IsaLevel = request.param
