@@ -185,7 +185,9 @@ def test_results_do_not_depend_on_the_number_of_threads(cpu_library: CpuLibrary,
                 case.query, case.key, case.value, *case.norms, case.eps, case.positions, case.cos_sin, False,
                 case.key_cache, case.value_cache, case.slots,
             )  # fmt: skip
-            results.append((case.merged.nan_to_num(9), case.key_cache.nan_to_num(9), cpu_library.ops.silu_and_mul(case.value.contiguous())))
+            results.append(
+                (case.merged.nan_to_num(9), case.key_cache.nan_to_num(9), cpu_library.ops.silu_and_mul(case.value.contiguous()))
+            )
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
