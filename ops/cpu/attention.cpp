@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "attention_few_rows.h"
 #include "attention_rows.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
@@ -12,15 +13,19 @@
 namespace modelworker {
 namespace {
 
-// The engine for a dtype at this ISA level.
+// The engines for a dtype at this ISA level.
 template <typename T>
-struct EngineOf {
-  using Type = VectorEngine<T>;
+struct Engines {
+  using FewRows = VectorEngine<T>;
+  using ManyRows = VectorEngine<T>;
+  static constexpr int64_t kMaxFewRows = 0;
 };
 #if defined(__AMX_BF16__)
 template <>
-struct EngineOf<BFloat16> {
-  using Type = TileEngine;
+struct Engines<BFloat16> {
+  using FewRows = FewRowsEngine;
+  using ManyRows = TileEngine;
+  static constexpr int64_t kMaxFewRows = modelworker::kMaxFewRows;
 };
 #endif
 
@@ -109,24 +114,28 @@ void clear_rows(const AttentionArguments& a, Range pairs, int64_t first_row, int
 
 template <typename T>
 void attend(const void* arguments, Team team) {
-  using Engine = typename EngineOf<T>::Type;
+  using Chosen = Engines<T>;
   const auto& a = *static_cast<const AttentionArguments*>(arguments);
-  [[maybe_unused]] const typename Engine::Session session{};
+  [[maybe_unused]] const typename Chosen::ManyRows::Session session{};
   Cached<T> steps[2];
   Cached<T>* cached = &steps[0];
   Cached<T>* following = &steps[1];
   bool is_first = true;
-  for_each_item(a, Engine::alignment(a), team, [&](const Item& item, const Item* next) {
+  for_each_item(a, Chosen::ManyRows::alignment(a), team, [&](const Item& item, const Item* next) {
     if (is_first) locate(a, item, item.begin, *cached);
     is_first = false;
-    attend_item<T, Engine>(a, item, next, cached, following);
+    if (item.num_tokens * (a.num_heads / a.num_kv_heads) <= Chosen::kMaxFewRows) {
+      attend_item<T, typename Chosen::FewRows>(a, item, next, cached, following);
+    } else {
+      attend_item<T, typename Chosen::ManyRows>(a, item, next, cached, following);
+    }
   });
 }
 
 template <typename T>
 void merge_parts(const void* arguments, Team team) {
   const auto& a = *static_cast<const AttentionArguments*>(arguments);
-  const int64_t alignment = EngineOf<T>::Type::alignment(a);
+  const int64_t alignment = Engines<T>::ManyRows::alignment(a);
   const Range pairs = share_of(team, a.num_tokens * a.num_heads);
   for (int64_t i = 0; i < a.num_sequences; ++i) {
     const Tiles tiles{a, sequence_at(a, i), i, alignment};

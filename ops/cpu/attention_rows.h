@@ -98,6 +98,18 @@ Vector weight_of(Vector x) {
 #endif
 }
 
+// `weight` as bf16 will hold it: the sum of weights is that of what is multiplied, so that what rounding adds to all of them cancels.
+template <bool Rounded>
+Vector as_multiplied(Vector weight) {
+#if defined(__AVX512F__)
+  if constexpr (Rounded) {
+    const __m512i half_up = _mm512_add_epi32(_mm512_castps_si512(weight.value), _mm512_set1_epi32(0x8000));
+    return {_mm512_castsi512_ps(_mm512_and_si512(half_up, _mm512_set1_epi32(static_cast<int>(0xffff0000))))};
+  }
+#endif
+  return weight;
+}
+
 // `score` where first <= token <= last, else kLowest, whatever the score is.
 inline Vector score_if_seen(Vector score, Vector token, Vector first, Vector last) {
 #if defined(__AVX512F__)
@@ -153,7 +165,8 @@ bool needs_mask(const AttentionArguments& a, const Item& item, const Cached<T>& 
 
 // Turns the scores [count][width] of a vector of rows into weights, and updates the rows: a running softmax (Milakov and Gimelshein,
 // 2018).
-inline void weigh(float* scores, int64_t count, float factor, int64_t row, TileRows& rows) {
+template <bool Rounded>
+void weigh(float* scores, int64_t count, float factor, int64_t row, TileRows& rows) {
   constexpr int64_t width = Vector::kWidth;
   // Four maxima, because one would wait for itself.
   Vector maxima[4];
@@ -169,7 +182,7 @@ inline void weigh(float* scores, int64_t count, float factor, int64_t row, TileR
   Vector total = load(rows.total + row) * shrink;
   const Vector offset = zero() - highest;
   for (i = 0; i < count; ++i) {
-    const Vector weight = weight_of<false>(multiply_add(load(scores + i * width), broadcast(factor), offset));
+    const Vector weight = as_multiplied<Rounded>(weight_of<Rounded>(multiply_add(load(scores + i * width), broadcast(factor), offset)));
     total = total + weight;
     store(scores + i * width, weight);
   }
@@ -189,6 +202,17 @@ inline Vector prepared(const AttentionArguments& a, Vector product, Vector token
   Vector score = product * broadcast(a.scale);
   if (a.soft_cap > 0) score = capped(score, a.soft_cap);
   return score_if_seen(score * broadcast(kLog2E), token, first_seen, last_seen);
+}
+
+// Prepares the scores [count][width] of a vector of rows, if they need it. Returns the factor that is left for `weigh`.
+template <typename T>
+float prepare_scores(const AttentionArguments& a, const Item& item, const Cached<T>& cached, int64_t row, const TileRows& rows, float* scores) {
+  if (!needs_preparation(a, item, cached)) return a.scale * kLog2E;
+  const Vector first_seen = load(rows.first_seen + row);
+  const Vector last_seen = load(rows.last_seen + row);
+  for (int64_t i = 0; i < cached.count; ++i, scores += Vector::kWidth)
+    store(scores, prepared(a, load(scores), broadcast(static_cast<float>(cached.begin + i)), first_seen, last_seen));
+  return 1.0f;
 }
 
 }  // namespace modelworker

@@ -42,15 +42,9 @@ class VectorEngine {
 
   // Turns scores into weights.
   void weigh_scores(const AttentionArguments& a, const Item& item, const Cached<T>& cached, TileRows& rows, Ahead<T>& ahead) {
-    const bool is_prepared = needs_preparation(a, item, cached);
     for (int64_t row = 0; row < num_rows_; row += kWidth) {
-      float* row_scores = scores(row);
-      for (int64_t i = 0; is_prepared && i < cached.count; ++i) {
-        const Vector token = broadcast(static_cast<float>(cached.begin + i));
-        const Vector product = load(row_scores + i * kWidth);
-        store(row_scores + i * kWidth, prepared(a, product, token, load(rows.first_seen + row), load(rows.last_seen + row)));
-      }
-      weigh(row_scores, cached.count, is_prepared ? 1.0f : a.scale * kLog2E, row, rows);
+      const float factor = prepare_scores(a, item, cached, row, rows, scores(row));
+      weigh<false>(scores(row), cached.count, factor, row, rows);
       ahead.fetch(32);
     }
   }

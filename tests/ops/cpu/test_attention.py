@@ -87,7 +87,7 @@ class Batch:
             assert (error <= allowed).all(), f"sequence {sequence}: {(error / allowed).max()} x what is allowed"
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 300)), min_size=1, max_size=4),
     block_size=st.sampled_from([1, 5, 16, 32, 48]),
