@@ -8,6 +8,7 @@ INTO/NAME.jsonl, other lines are shown as they come.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,7 +21,9 @@ Result = dict[str, Any]
 def run(script: Path, into: Path) -> tuple[list[Result], int]:
     """Runs one benchmark; returns its results and its exit code."""
     results: list[Result] = []
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+    # Benchmarks share modules that lie beside them, which a safe path leaves out.
+    environment = {**os.environ, "PYTHONPATH": str(script.parent)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
             result = _parse(line)
