@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.errors import SetupError
 from modelworker.worker.examination import Examination, Found, Outcome, Status
 from modelworker.worker.machine import read_machine
@@ -15,6 +16,7 @@ from modelworker.worker.models.checkpoint import Checkpoint
 from modelworker.worker.models.config import ModelConfig, read_json_object
 from modelworker.worker.models.registry import build_model, load_model_config
 from modelworker.worker.models.weights import match_weights
+from modelworker.worker.op_plan import plan_ops
 from modelworker.worker.plan import (
     DtypeChoice,
     KvCachePlan,
@@ -30,7 +32,7 @@ from modelworker.worker.plan import (
     weights_bytes,
 )
 from modelworker.worker.self_check import check_products
-from modelworker.worker.settings import DeviceSettings, ModelSettings, StepSettings, WorkerSettings
+from modelworker.worker.settings import DeviceSettings, ModelSettings, OpsSettings, StepSettings, WorkerSettings
 from modelworker.worker.terminal import format_bytes
 
 
@@ -51,7 +53,11 @@ def examine_model(examination: Examination, settings: WorkerSettings, directory:
     check("products", lambda: Found(value=None, text=check_products(dtype.value.dtype, device.value)))
     max_model_len = check("max_model_len", lambda: _max_model_len(settings.model, config.value))
     # Shapes do not depend on the type, so that files are held against the model even where no type could be chosen.
-    model = check("model", lambda: _model(config.value, dtype.value.dtype if dtype.is_known else torch.float32))
+    ops = check("ops", lambda: _ops(settings.ops, device.value))
+    model = check(
+        "model",
+        lambda: _model(config.value, dtype.value.dtype if dtype.is_known else torch.float32, ops.value if ops.is_known else None),
+    )
     checkpoint = check("files", lambda: _files(directory.value))
     check("weights", lambda: _weights(model.value, checkpoint.value))
     left = check(
@@ -138,8 +144,13 @@ def _max_model_len(settings: ModelSettings, config: ModelConfig) -> Found[int]:
     return Found(value=length, text=f"{length:,} tokens; the model was made for {config.max_scaled_len:,}")
 
 
-def _model(config: ModelConfig, dtype: torch.dtype) -> Found[CausalLM]:
-    model = build_model(config, dtype=dtype)
+def _ops(settings: OpsSettings, device: torch.device) -> Found[OpSettings]:
+    ops = plan_ops(settings, device, compiles=False)
+    return Found(value=ops, text=f"custom_ops is {' '.join(ops.custom_ops)}; plug-ins are loaded")
+
+
+def _model(config: ModelConfig, dtype: torch.dtype, ops: OpSettings | None) -> Found[CausalLM]:
+    model = build_model(config, dtype=dtype, ops=ops)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     tied = ", head tied to the embedding" if model.has_tied_head else ""
     return Found(value=model, text=f"{num_parameters / 1e6:,.1f} million parameters{tied}")

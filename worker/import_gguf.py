@@ -92,7 +92,7 @@ def import_gguf(
         path: the GGUF file.
         directory: the directory to make.
         dtype: type of the weights, bfloat16 or float32.
-        style: how words are split (`gguf_tokenizer.STYLES`), for a file that doesn't say.
+        style: how words are split (`gguf.tokenizer.STYLES`), for a file that doesn't say.
         force: replace a directory that isn't empty.
         progress: is told how far the weights are.
 

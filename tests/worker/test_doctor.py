@@ -84,6 +84,7 @@ def test_a_whole_model_is_go(tiny: Path) -> None:
         "dtype": ["float32: the checkpoint is in float32; a product of 512 x 512 takes", "ms in bfloat16 and"],
         "products": ["accumulate in fp32"],
         "max_model_len": ["64 tokens"],
+        "ops": ["custom_ops is all"],
         "files": ["model.safetensors: 21 tensors", "of F32"],
         "weights": ["all 21 tensors that the model needs are there"],
         "memory": ["weights in float32 take"],
@@ -165,6 +166,7 @@ def test_without_a_model_the_machine_is_examined() -> None:
 @pytest.mark.parametrize(
     ("flags", "failed", "part"),
     [
+        (("--custom-ops", "+rms"), "ops", "no op has the name 'rms'; did you mean rms_norm?"),
         (("--kv-cache-memory", "1T"), "kv_cache", "--kv-cache-memory 1099511627776 needs"),
         (("--num-blocks", "2"), "kv_cache", "one sequence of max_model_len 64 needs 3"),
         (("--max-model-len", "65"), "max_model_len", "is more than the model was made for (64)"),

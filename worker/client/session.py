@@ -117,7 +117,33 @@ class _Fence:
         return pause
 
 
-class FencedSession:
+class _Session:
+    """What a session knows of itself, whatever its transport."""
+
+    _fence: _Fence
+
+    @property
+    def worker_epoch(self) -> int:
+        """The epoch in which steps are sent."""
+        return self._fence.worker_epoch
+
+    @property
+    def router_id(self) -> int:
+        """Who this session is for the worker."""
+        return self._fence.router_id
+
+    @property
+    def next_step_id(self) -> int:
+        """Id of the next step."""
+        return self._fence.next_step_id
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a step may have been executed without an answer; `resume` settles it."""
+        return self._fence.pending is not None
+
+
+class FencedSession(_Session):
     """A router's hold on one worker: sequenced steps, one at a time, each executed once however often the connection breaks.
 
     Attributes:
@@ -140,26 +166,6 @@ class FencedSession:
         self._patience = patience
         self._fence = _Fence(router_id)
         self.info = self.renew()
-
-    @property
-    def worker_epoch(self) -> int:
-        """The epoch in which steps are sent."""
-        return self._fence.worker_epoch
-
-    @property
-    def router_id(self) -> int:
-        """Who this session is for the worker."""
-        return self._fence.router_id
-
-    @property
-    def next_step_id(self) -> int:
-        """Id of the next step."""
-        return self._fence.next_step_id
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a step may have been executed without an answer; `resume` settles it."""
-        return self._fence.pending is not None
 
     def execute(self, request: ExecuteStepRequest) -> StepAnswer:
         """Executes the next step; sets the request's epoch, router id and step id.
@@ -210,7 +216,7 @@ class FencedSession:
                 self.client.reset_kv_cache(info.worker_epoch, self._patience)
 
 
-class AsyncFencedSession:
+class AsyncFencedSession(_Session):
     """`FencedSession` for asyncio; made by `open`."""
 
     def __init__(self, client: AsyncClient, *, router_id: int | None = None, patience: float = DEFAULT_PATIENCE_SECONDS) -> None:
@@ -227,26 +233,6 @@ class AsyncFencedSession:
         session = cls(client, router_id=router_id, patience=patience)
         await session.renew()
         return session
-
-    @property
-    def worker_epoch(self) -> int:
-        """The epoch in which steps are sent."""
-        return self._fence.worker_epoch
-
-    @property
-    def router_id(self) -> int:
-        """Who this session is for the worker."""
-        return self._fence.router_id
-
-    @property
-    def next_step_id(self) -> int:
-        """Id of the next step."""
-        return self._fence.next_step_id
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a step may have been executed without an answer; `resume` settles it."""
-        return self._fence.pending is not None
 
     async def execute(self, request: ExecuteStepRequest) -> StepAnswer:
         """Executes the next step; see `FencedSession.execute`."""
