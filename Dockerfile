@@ -61,7 +61,7 @@ ENV PATH=/app/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 \
     USER=modelworker HOME=/cache TMPDIR=/cache XDG_CACHE_HOME=/cache \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton \
-    MODELWORKER_MODEL=/model MODELWORKER_HOST=[::]
+    MODELWORKER_MODEL=/model MODELWORKER_HOST=[::] MODELWORKER_CACHE_DIR=/cache/modelworker
 USER 10001:10001
 WORKDIR /cache
 VOLUME /cache

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from modelworker.ops.custom_op import CustomOp
 from modelworker.ops.library import register_op
+from modelworker.ops.op_settings import OpSettings
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -32,9 +33,19 @@ class SiluAndMul(CustomOp):
 
     __call__: Callable[..., Tensor]
 
+    def __init__(self, *, ops: OpSettings) -> None:
+        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle)
+        if ops.kernels is not None:
+            self._kernel = ops.kernels.ops.silu_and_mul.default
+
     def forward_native(self, x: Tensor) -> Tensor:
         """Takes x [..., 2 * intermediate_size] and returns [..., intermediate_size]."""
         return silu_and_mul(x)
+
+    def forward_cpu(self, x: Tensor) -> Tensor:
+        """As `forward_native`, by the C++ kernel."""
+        result: Tensor = self._kernel(x)
+        return result
 
 
 register_op(silu_and_mul, fake=_silu_and_mul_fake)

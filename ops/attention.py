@@ -16,6 +16,9 @@ from modelworker.ops.op_settings import OpSettings
 _QUERY_TILE = 256
 _KEY_TILE = 2048
 _GROUP_TOKENS = 16384
+# What the C++ kernel has room for.
+_MAX_KERNEL_HEAD_DIM = 256
+_MAX_KERNEL_GROUP = 64
 # Below every score, and finite: the difference of two infinities would be NaN.
 _LOWEST = -1e30
 
@@ -147,17 +150,23 @@ class PagedAttention(CustomOp):
         scale: factor of the scores.
         window: how many tokens a query sees, itself included; 0 = all.
         soft_cap: of the scores; 0 = off.
+        head_dim: of queries, keys and values.
+        queries_per_kv_head: how many query heads read one KV head.
         ops: the settings of the model's ops.
     """
 
     __call__: Callable[..., None]
 
-    def __init__(self, *, scale: float, window: int, soft_cap: float, ops: OpSettings) -> None:
-        super().__init__(ops=ops)
+    def __init__(
+        self, *, scale: float, window: int, soft_cap: float, head_dim: int, queries_per_kv_head: int, ops: OpSettings
+    ) -> None:
+        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle or _unsupported_shape(head_dim, queries_per_kv_head))
         self.scale = scale
         self.window = window
         self.soft_cap = soft_cap
-        self._op = torch.ops.modelworker.paged_attention if ops.opaque_ops else paged_attention
+        self._op = torch.ops.modelworker.paged_attention.default if ops.opaque_ops else paged_attention
+        if ops.kernels is not None:
+            self._kernel = ops.kernels.ops.paged_attention.default
 
     def forward_native(
         self,
@@ -175,6 +184,32 @@ class PagedAttention(CustomOp):
             *(query, key_cache, value_cache, output, query_starts, seq_lens, block_tables, order),
             *(self.scale, self.window, self.soft_cap),
         )
+
+    def forward_cpu(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        output: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        order: Tensor,
+    ) -> None:
+        """As `forward_native`, by the C++ kernel."""
+        self._kernel(
+            *(query, key_cache, value_cache, output, query_starts, seq_lens, block_tables, order),
+            *(self.scale, self.window, self.soft_cap),
+        )
+
+
+def _unsupported_shape(head_dim: int, queries_per_kv_head: int) -> str:
+    """Says why the C++ kernel can't serve heads of this shape; "" if it can (attention.h)."""
+    if head_dim % 2 or head_dim > _MAX_KERNEL_HEAD_DIM:
+        return f"the C++ kernel takes an even head_dim up to {_MAX_KERNEL_HEAD_DIM}, not {head_dim}"
+    if queries_per_kv_head > _MAX_KERNEL_GROUP:
+        return f"the C++ kernel takes up to {_MAX_KERNEL_GROUP} query heads per KV head, not {queries_per_kv_head}"
+    return ""
 
 
 register_op(paged_attention, mutates_args=("output",))

@@ -3,8 +3,9 @@
 An op is added by its module, its reference and samples, and one `OpSpec` here; another implementation by one line in its spec.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -12,8 +13,20 @@ from modelworker.ops.activation import silu_and_mul
 from modelworker.ops.activation_spec import silu_and_mul_reference, silu_and_mul_sample
 from modelworker.ops.attention import paged_attention
 from modelworker.ops.attention_spec import attention_variant, paged_attention_reference, paged_attention_sample
+from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.embedding import embedding
+from modelworker.ops.embedding_spec import embedding_reference, embedding_sample
 from modelworker.ops.kv_cache import store_kv
 from modelworker.ops.kv_cache_spec import store_kv_reference, store_kv_sample
+from modelworker.ops.linear import linear, linear_argmax, linear_float32
+from modelworker.ops.linear_spec import (
+    linear_argmax_reference,
+    linear_float32_reference,
+    linear_float32_sample,
+    linear_reference,
+    linear_sample,
+    packed,
+)
 from modelworker.ops.norm import fused_add_rms_norm, rms_norm
 from modelworker.ops.norm_spec import (
     fused_add_rms_norm_reference,
@@ -21,21 +34,90 @@ from modelworker.ops.norm_spec import (
     rms_norm_reference,
     rms_norm_sample,
 )
-from modelworker.ops.op_spec import Implementation, OpSpec, Tolerance
+from modelworker.ops.op_spec import OpSpec, Tolerance
 from modelworker.ops.rotary import rotary_embedding
 from modelworker.ops.rotary_spec import rotary_embedding_reference, rotary_embedding_sample, rotary_variant
+from modelworker.ops.rotary_store_kv import rotary_store_kv
+from modelworker.ops.rotary_store_kv_spec import rotary_store_kv_reference, rotary_store_kv_sample, rotary_store_kv_variant
 
 # One rounding to bf16 (2^-9 relative, doubled for a neighbour chosen by an error in fp32), absolute where values cancel.
 _ROUNDED_ONCE = Tolerance(rtol=2.0**-8, atol=2.0**-10)
 _EXACT = Tolerance(rtol=0.0, atol=0.0)
+# A hundred products whose sum may cancel, in fp32.
+_SUMMED = Tolerance(rtol=1e-5, atol=3e-6)
+_HEADS = ({"in_features": 72, "out_features": 300}, {"in_features": 576, "out_features": 49152})
+
+
+def _kernel(name: str) -> Callable[[CpuLibrary], Callable[..., Any]]:
+    """Returns what makes the C++ form of an op that takes the same arguments."""
+
+    def of(library: CpuLibrary) -> Callable[..., Any]:
+        kernel: Callable[..., Any] = getattr(library.ops, name)
+        return kernel
+
+    return of
+
 
 CATALOG: Mapping[str, OpSpec] = MappingProxyType(
     {
         spec.name: spec
         for spec in (
             OpSpec(
+                name="embedding",
+                native=embedding,
+                cpp=_kernel("embedding"),
+                reference=embedding_reference,
+                sample=embedding_sample,
+                tolerances={torch.float32: _EXACT, torch.bfloat16: _EXACT},
+                tolerance_reason="it copies",
+                variants=({"num_rows": 31, "size": 72},),
+                benchmark_variants=({"num_rows": 49152, "size": 576},),
+            ),
+            OpSpec(
+                name="linear",
+                native=linear,
+                cpp=packed("linear", with_bias=True),
+                reference=linear_reference,
+                sample=linear_sample,
+                tolerances={torch.float32: _SUMMED, torch.bfloat16: _ROUNDED_ONCE},
+                tolerance_reason="a hundred products summed in fp32; bf16 rounds the result once",
+                variants=(
+                    {"in_features": 72, "out_features": 50, "bias": True},
+                    {"in_features": 96, "out_features": 64, "bias": False},
+                ),
+                benchmark_variants=(
+                    {"in_features": 576, "out_features": 3072, "bias": False},
+                    {"in_features": 2048, "out_features": 16384, "bias": False},
+                ),
+            ),
+            OpSpec(
+                name="linear_float32",
+                native=linear_float32,
+                cpp=packed("linear_float32", with_bias=False),
+                reference=linear_float32_reference,
+                sample=linear_float32_sample,
+                tolerances={torch.float32: _SUMMED, torch.bfloat16: _SUMMED},
+                tolerance_reason="a hundred products summed in fp32, not rounded, whatever the inputs are",
+                variants=_HEADS[:1],
+                benchmark_variants=_HEADS[1:],
+                result_dtypes=(torch.float32,),
+            ),
+            OpSpec(
+                name="linear_argmax",
+                native=linear_argmax,
+                cpp=packed("linear_argmax", with_bias=False),
+                reference=linear_argmax_reference,
+                sample=linear_float32_sample,
+                tolerances={torch.float32: _SUMMED, torch.bfloat16: _SUMMED},
+                tolerance_reason="as linear_float32; an id is within the tolerance only where it is equal",
+                variants=_HEADS[:1],
+                benchmark_variants=_HEADS[1:],
+                result_dtypes=(torch.int64, torch.float32, torch.bool),
+            ),
+            OpSpec(
                 name="rms_norm",
-                implementations=(Implementation(name="native", run=rms_norm),),
+                native=rms_norm,
+                cpp=_kernel("rms_norm"),
                 reference=rms_norm_reference,
                 sample=rms_norm_sample,
                 tolerances={torch.float32: Tolerance(rtol=2e-6, atol=1e-6), torch.bfloat16: _ROUNDED_ONCE},
@@ -45,7 +127,8 @@ CATALOG: Mapping[str, OpSpec] = MappingProxyType(
             ),
             OpSpec(
                 name="fused_add_rms_norm",
-                implementations=(Implementation(name="native", run=fused_add_rms_norm),),
+                native=fused_add_rms_norm,
+                cpp=_kernel("fused_add_rms_norm"),
                 reference=fused_add_rms_norm_reference,
                 sample=fused_add_rms_norm_sample,
                 tolerances={torch.float32: Tolerance(rtol=2e-6, atol=1e-6), torch.bfloat16: _ROUNDED_ONCE},
@@ -55,7 +138,8 @@ CATALOG: Mapping[str, OpSpec] = MappingProxyType(
             ),
             OpSpec(
                 name="silu_and_mul",
-                implementations=(Implementation(name="native", run=silu_and_mul),),
+                native=silu_and_mul,
+                cpp=_kernel("silu_and_mul"),
                 reference=silu_and_mul_reference,
                 sample=silu_and_mul_sample,
                 tolerances={torch.float32: Tolerance(rtol=2e-6, atol=1e-7), torch.bfloat16: _ROUNDED_ONCE},
@@ -65,7 +149,8 @@ CATALOG: Mapping[str, OpSpec] = MappingProxyType(
             ),
             OpSpec(
                 name="rotary_embedding",
-                implementations=(Implementation(name="native", run=rotary_embedding),),
+                native=rotary_embedding,
+                cpp=_kernel("rotary_embedding"),
                 reference=rotary_embedding_reference,
                 sample=rotary_embedding_sample,
                 tolerances={torch.float32: Tolerance(rtol=2e-6, atol=1e-6), torch.bfloat16: _ROUNDED_ONCE},
@@ -81,8 +166,28 @@ CATALOG: Mapping[str, OpSpec] = MappingProxyType(
                 ),
             ),
             OpSpec(
+                name="rotary_store_kv",
+                native=rotary_store_kv,
+                cpp=_kernel("rotary_store_kv"),
+                reference=rotary_store_kv_reference,
+                sample=rotary_store_kv_sample,
+                tolerances={
+                    torch.float32: Tolerance(rtol=4e-6, atol=4e-6),
+                    torch.bfloat16: Tolerance(rtol=2.0**-7, atol=2.0**-6),
+                },
+                tolerance_reason="a norm and a rotation in fp32; bf16 may be rounded after each, and the rotation cancels",
+                variants=(
+                    rotary_store_kv_variant(block_size=4, head_dim=16, norms=False),
+                    rotary_store_kv_variant(block_size=1, head_dim=20, norms=True, interleaved=True),
+                    rotary_store_kv_variant(block_size=16, head_dim=24, norms=True, rotary_dim=8, num_heads=3, num_kv_heads=1),
+                ),
+                benchmark_variants=(rotary_store_kv_variant(block_size=32, head_dim=64, norms=False, num_heads=9, num_kv_heads=3),),
+                splits_graph=True,
+            ),
+            OpSpec(
                 name="store_kv",
-                implementations=(Implementation(name="native", run=store_kv),),
+                native=store_kv,
+                cpp=_kernel("store_kv"),
                 reference=store_kv_reference,
                 sample=store_kv_sample,
                 tolerances={torch.float32: _EXACT, torch.bfloat16: _EXACT},
@@ -96,11 +201,13 @@ CATALOG: Mapping[str, OpSpec] = MappingProxyType(
             ),
             OpSpec(
                 name="paged_attention",
-                implementations=(Implementation(name="native", run=paged_attention),),
+                native=paged_attention,
+                cpp=_kernel("paged_attention"),
                 reference=paged_attention_reference,
                 sample=paged_attention_sample,
-                tolerances={torch.float32: Tolerance(rtol=1e-5, atol=3e-6), torch.bfloat16: _ROUNDED_ONCE},
-                tolerance_reason="fp32 sums of a hundred products behind an exponential; bf16 rounds the result once",
+                tolerances={torch.float32: _SUMMED, torch.bfloat16: Tolerance(rtol=2.0**-8, atol=2.0**-7)},
+                tolerance_reason="fp32 sums of a hundred products behind an exponential; in bf16 the weights of values up to 4 may "
+                "be rounded (2^-9 of each) before they are multiplied, and the result is rounded once",
                 variants=(
                     attention_variant("decode", num_heads=4, num_kv_heads=2, block_size=4),
                     attention_variant("decode", num_heads=9, num_kv_heads=3, block_size=16, window=5, soft_cap=2.0),
@@ -118,6 +225,7 @@ CATALOG: Mapping[str, OpSpec] = MappingProxyType(
 )
 
 
-def splitting_ops() -> tuple[str, ...]:
-    """Returns the qualified names of the ops at which a compiler splits the model's graph."""
-    return tuple(f"modelworker::{spec.name}" for spec in CATALOG.values() if spec.splits_graph)
+def splitting_ops(kernels: CpuLibrary | None = None) -> tuple[str, ...]:
+    """Returns the qualified names of the ops at which a compiler splits the model's graph, those of C++ kernels included."""
+    namespaces = ("modelworker",) if kernels is None else ("modelworker", kernels.level.namespace)
+    return tuple(f"{namespace}::{spec.name}" for namespace in namespaces for spec in CATALOG.values() if spec.splits_graph)

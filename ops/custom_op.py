@@ -16,8 +16,9 @@ Class = TypeVar("Class", bound=type)
 Forward = Callable[..., Any]
 
 NATIVE = "native"
+CPP = "c++"
 _PLATFORM_FORWARDS = {"cpu": "forward_cpu", "cuda": "forward_cuda"}
-_IMPLEMENTATIONS = {"forward_native": NATIVE, "forward_cpu": "c++", "forward_cuda": "triton", "forward_oot": "out of tree"}
+_IMPLEMENTATIONS = {"forward_native": NATIVE, "forward_cpu": CPP, "forward_cuda": "triton", "forward_oot": "out of tree"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,7 @@ class CustomOp(Replaceable):
         ops: the settings of the model's ops.
         enforce_enable: whether the op is enabled whatever the settings say.
         compile_native: whether the native form is compiled by itself where the op is disabled. For ops inside of an opaque op only.
+        cpu_obstacle: why this instance can't run its class's `forward_cpu`; "" where it can.
 
     Attributes:
         choice: what is run.
@@ -50,9 +52,14 @@ class CustomOp(Replaceable):
 
     __call__: Forward
     dynamic_arg_dims: ClassVar[DynamicDims | None] = None
+    has_one_form: ClassVar[bool] = False
+    """Whether what is chosen holds for recorded steps, too."""
 
-    def __init__(self, *, ops: OpSettings, enforce_enable: bool = False, compile_native: bool = False) -> None:
+    def __init__(
+        self, *, ops: OpSettings, enforce_enable: bool = False, compile_native: bool = False, cpu_obstacle: str = ""
+    ) -> None:
         super().__init__()
+        self._cpu_obstacle = cpu_obstacle
         self.choice, self._chosen = self._choose(ops, enforce_enable, compile_native)
         self.recorded_choice, self._recorded = self._choose_recorded(ops)
         self._forward = self._chosen
@@ -76,6 +83,12 @@ class CustomOp(Replaceable):
             return op
 
         return decorate
+
+    @property
+    def uses_native(self) -> bool:
+        """Whether `forward_native` is what runs, or what runs while no step is recorded."""
+        choices = (self.choice, self.recorded_choice)
+        return any(choice is not None and choice.implementation.startswith(NATIVE) for choice in choices)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hot path: runs the chosen implementation."""
@@ -102,8 +115,7 @@ class CustomOp(Replaceable):
         if enabled:
             method = self._enabled_forward(ops)
             if method == "forward_native":
-                missing = _IMPLEMENTATIONS[_PLATFORM_FORWARDS[ops.platform]]
-                reason = f"{reason}, but there is no {missing} implementation"
+                reason = f"{reason}, but {self._why_native(ops)}"
             return self._explain(method, reason), getattr(self, method)
         native = self.forward_native
         forward = maybe_compile(native, ops, self.dynamic_arg_dims) if compile_native else native
@@ -112,7 +124,7 @@ class CustomOp(Replaceable):
     def _choose_recorded(self, ops: OpSettings) -> tuple[Choice | None, Forward]:
         """A recorded list has no use for native code: it holds the platform's kernel unless the op was switched off by name."""
         method = _PLATFORM_FORWARDS[ops.platform]
-        if not ops.records or not self._has(method) or f"-{self.op_name}" in ops.custom_ops:
+        if self.has_one_form or not ops.records or not self._can_run(method) or f"-{self.op_name}" in ops.custom_ops:
             return None, self._chosen
         choice = self._explain(method, "a recorded step runs the platform's kernels")
         if choice.implementation == self.choice.implementation:
@@ -132,9 +144,18 @@ class CustomOp(Replaceable):
     def _enabled_forward(self, ops: OpSettings) -> str:
         """Returns the method of an enabled op. A replacement that brings none runs native, not the kernel of what it replaces."""
         for method in ("forward_oot", _PLATFORM_FORWARDS[ops.platform]):
-            if self._is_own(method) if self.replaced else self._has(method):
+            if self._is_own(method) if self.replaced else self._can_run(method):
                 return method
         return "forward_native"
+
+    def _why_native(self, ops: OpSettings) -> str:
+        method = _PLATFORM_FORWARDS[ops.platform]
+        if method == "forward_cpu" and self.replaced is None and self._has(method):
+            return self._cpu_obstacle
+        return f"there is no {_IMPLEMENTATIONS[method]} implementation"
+
+    def _can_run(self, method: str) -> bool:
+        return self._has(method) and (method != "forward_cpu" or not self._cpu_obstacle or self._is_own(method))
 
     def _has(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(CustomOp, method)

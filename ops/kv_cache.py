@@ -42,12 +42,19 @@ class StoreKv(CustomOp):
     __call__: Callable[..., Tensor]
 
     def __init__(self, *, ops: OpSettings) -> None:
-        super().__init__(ops=ops)
-        self._op = torch.ops.modelworker.store_kv if ops.opaque_ops else store_kv
+        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle)
+        self._op = torch.ops.modelworker.store_kv.default if ops.opaque_ops else store_kv
+        if ops.kernels is not None:
+            self._kernel = ops.kernels.ops.store_kv.default
 
     def forward_native(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> Tensor:
         """Takes the arguments of `store_kv` and returns its empty tensor."""
         order: Tensor = self._op(key, value, key_cache, value_cache, slots)
+        return order
+
+    def forward_cpu(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> Tensor:
+        """As `forward_native`, by the C++ kernel."""
+        order: Tensor = self._kernel(key, value, key_cache, value_cache, slots)
         return order
 
 

@@ -12,7 +12,7 @@ from modelworker.ops.op_spec import RETURNED, SampleShape, random_rows
 def store_kv_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> Mapping[str, Tensor]:
     """Puts each row with a slot into cache[slot // block_size, :, slot % block_size]."""
     block_size = key_cache.shape[2]
-    caches = {"key_cache": key_cache.double(), "value_cache": value_cache.double()}
+    caches = {"key_cache": key_cache.double().clone(), "value_cache": value_cache.double().clone()}
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
             caches["key_cache"][slot // block_size, :, slot % block_size] = key[row].double()

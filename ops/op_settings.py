@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from modelworker.ops.cpu.library import CpuLibrary
+
 Platform = Literal["cpu", "cuda"]
 
 _GLOBAL = ("all", "none")
@@ -26,6 +28,8 @@ class OpSettings:
         records: whether steps are recorded as flat lists of the platform's kernels, also where compiled pieces run native code.
         opaque_ops: whether attention and the cache update go through torch's dispatcher, as ops that a compiler doesn't look into;
             without it the same Python functions are called directly.
+        kernels: the C++ kernels of this CPU; None: there are none.
+        no_kernels_reason: why there are none.
     """
 
     platform: Platform = "cpu"
@@ -34,6 +38,8 @@ class OpSettings:
     backend: str = "inductor"
     records: bool = False
     opaque_ops: bool = True
+    kernels: CpuLibrary | None = None
+    no_kernels_reason: str = "the C++ kernels are not loaded"
 
     def __post_init__(self) -> None:
         """Refuses contradictions.
@@ -49,6 +55,11 @@ class OpSettings:
     def enables_all(self) -> bool:
         """Whether ops that are not named are enabled."""
         return "all" in self.custom_ops
+
+    @property
+    def kernels_obstacle(self) -> str:
+        """Why C++ kernels can't be used; "" where they can."""
+        return "" if self.kernels is not None else self.no_kernels_reason
 
     @property
     def global_setting(self) -> str:

@@ -8,8 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelworker.ops.cpu.library import CpuLibrary
+
 RETURNED = "returned"
 """The name of an op's result among what its reference computes."""
+
+
+def returned_at(index: int) -> str:
+    """The name of one of several results."""
+    return f"{RETURNED}[{index}]"
+
 
 TOKEN_COUNTS = (0, 1, 3, 17, 256)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -54,13 +62,11 @@ class Implementation:
         name: "native", "c++" or "triton".
         run: takes the op's arguments; a registered op, or a plain function.
         devices: on which it runs.
-        is_available: whether this machine has what it needs.
     """
 
     name: str
     run: Callable[..., Any]
     devices: tuple[str, ...] = ("cpu", "cuda")
-    is_available: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +75,8 @@ class OpSpec:
 
     Attributes:
         name: of the registered op, `torch.ops.modelworker.<name>`.
-        implementations: every way to compute it.
+        native: the op in plain PyTorch.
+        cpp: makes the C++ form of a library of kernels; None: there is none.
         reference: takes the op's arguments, changes none, and returns what each argument that the op writes to must hold
             afterwards, by its name, and the result under `RETURNED`. Written from the formula, in fp64 so that it judges fp32, too.
         sample: makes the op's arguments. What the op must not read is NaN.
@@ -77,18 +84,28 @@ class OpSpec:
         tolerance_reason: why these.
         variants: of the samples.
         benchmark_variants: the sizes of real models, for benchmarks.
+        result_dtypes: of what the op returns, one by one, where it isn't that of the activations.
         splits_graph: whether a compiler splits the model's graph at this op.
     """
 
     name: str
-    implementations: tuple[Implementation, ...]
+    native: Callable[..., Any]
     reference: Callable[..., Mapping[str, Tensor]]
     sample: Callable[[SampleShape], tuple[Any, ...]]
     tolerances: Mapping[torch.dtype, Tolerance]
     tolerance_reason: str
     variants: tuple[Mapping[str, Any], ...]
     benchmark_variants: tuple[Mapping[str, Any], ...]
+    cpp: Callable[[CpuLibrary], Callable[..., Any]] | None = None
+    result_dtypes: tuple[torch.dtype, ...] = ()
     splits_graph: bool = False
+
+    def implementations(self, kernels: CpuLibrary | None) -> tuple[Implementation, ...]:
+        """Returns every way to compute the op; the C++ forms are those of a library of kernels."""
+        native = Implementation(name="native", run=self.native)
+        if self.cpp is None or kernels is None:
+            return (native,)
+        return native, Implementation(name="c++", run=self.cpp(kernels), devices=("cpu",))
 
     def shapes(self) -> Iterator[SampleShape]:
         """Yields the samples to test: every number of tokens, dtype, padding and variant."""

@@ -1,5 +1,6 @@
 """Says which ops a model runs, in which implementation, and why."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -32,7 +33,7 @@ def report_ops(model: nn.Module) -> tuple[OpReport, ...]:
     An op that runs one implementation in compiled pieces and another in recorded steps has an entry for each.
     """
     found: dict[OpReport, None] = {}
-    for module in model.modules():
+    for module in _used_modules(model):
         if isinstance(module, CustomOp):
             found[_entry(module.op_name, module.choice)] = None
             if module.recorded_choice is not None:
@@ -42,6 +43,15 @@ def report_ops(model: nn.Module) -> tuple[OpReport, ...]:
     used = {report.name for report in found}
     unused = (OpReport(name=name, implementation="", reason="not used by this model") for name in OPS.entries if name not in used)
     return (*sorted(found, key=lambda report: report.name), *sorted(unused, key=lambda report: report.name))
+
+
+def _used_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules of a model, without those that only the native form of an op would use where another one runs."""
+    yield module
+    if isinstance(module, CustomOp) and not module.uses_native:
+        return
+    for child in module.children():
+        yield from _used_modules(child)
 
 
 def _entry(name: str, choice: Choice) -> OpReport:

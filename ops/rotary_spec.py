@@ -30,7 +30,7 @@ def rotary_embedding_reference(
     """(a, b) becomes (a cos - b sin, b cos + a sin), pair by pair, of each token's row of cosines | sines."""
     num_pairs = cos_sin.shape[1] // 2
     table = cos_sin.double()[positions.long()]
-    rotated = {"query": query.double(), "key": key.double()}
+    rotated = {"query": query.double().clone(), "key": key.double().clone()}
     for name, heads in {"query": query, "key": key}.items():
         for pair in range(num_pairs):
             first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + num_pairs)

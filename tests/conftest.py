@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # A test that reached for a model hub would pass on one machine and fail on the next.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# One folder for all workers that tests start: what one compiles, the others find.
+os.environ["MODELWORKER_CACHE_DIR"] = str(ROOT / "build")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", database=None, deadline=None, print_blob=True)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from modelworker.ops.cpu.isa import cpu_flags, usable_levels
 from modelworker.ops.op_settings import OpSettings
+from modelworker.worker.cpu_kernels import CpuKernels, choose_isa
 from modelworker.worker.errors import SetupError
 from modelworker.worker.examination import Examination, Found, Outcome, Status
 from modelworker.worker.machine import read_machine
@@ -145,7 +147,8 @@ def _max_model_len(settings: ModelSettings, config: ModelConfig) -> Found[int]:
 
 
 def _ops(settings: OpsSettings, device: torch.device) -> Found[OpSettings]:
-    ops = plan_ops(settings, device, compiles=False)
+    choose_isa(settings, usable_levels(cpu_flags()))
+    ops = plan_ops(settings, device, CpuKernels(missing="the C++ kernels are compiled at the start"), compiles=False)
     return Found(value=ops, text=f"custom_ops is {' '.join(ops.custom_ops)}; plug-ins are loaded")
 
 

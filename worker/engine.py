@@ -28,7 +28,7 @@ from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import FatalEngineError
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import AttentionMetadata, CausalLM
-from modelworker.worker.sampling import Samples, sample
+from modelworker.worker.sampling import Samples, greedy_samples, sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,9 +69,16 @@ class Engine:
             prepared = time.monotonic_ns()
             hidden = self.model(staged.token_ids, staged.positions, staged.attention, self.kv_cache.layers)
             sampled_rows = np.flatnonzero(batch.sample)
-            logits = self.model.compute_logits(hidden[batch.query_starts[1:][sampled_rows] - 1])
-            forwarded = time.monotonic_ns()
-            samples = self._sample(batch, sampled_rows, logits)
+            last_states = hidden[batch.query_starts[1:][sampled_rows] - 1]
+            if batch.sampling is None:
+                token_ids, _, finite = self.model.greedy(last_states)
+                forwarded = time.monotonic_ns()
+                samples = greedy_samples(token_ids, finite)
+            else:
+                logits = self.model.compute_logits(last_states)
+                forwarded = time.monotonic_ns()
+                parameters = _parameters_of(batch.sampling, sampled_rows)
+                samples = sample(logits, parameters, self._seeds(parameters), batch.seq_lens[sampled_rows])
             hidden_finite = self._finite_rows(batch, hidden)
             sampled = time.monotonic_ns()
         result = _assemble(batch, sampled_rows, samples, hidden_finite, self.description.kv_cache.block_size)
@@ -98,12 +105,6 @@ class Engine:
                 slots=to_device(slots),
             ),
         )
-
-    def _sample(self, batch: StepBatch, rows: IndexArray, logits: Tensor) -> Samples:
-        if batch.sampling is None:
-            return sample(logits, None, None, batch.seq_lens[rows])
-        parameters = _parameters_of(batch.sampling, rows)
-        return sample(logits, parameters, self._seeds(parameters), batch.seq_lens[rows])
 
     def _seeds(self, parameters: SamplingBatch) -> UInt64Array:
         open_seeds = self._open_seeds.integers(0, 2**64, size=len(parameters.seed), dtype=np.uint64)

@@ -7,12 +7,15 @@ from modelworker.ops.op_settings import OpSettings, OpSettingsError, Platform, c
 from modelworker.ops.plugins import PluginError, load_plugins
 from modelworker.ops.replaceable import warn_of_unused_replacements
 from modelworker.ops.report import report_ops, switchable_ops
+from modelworker.worker.cpu_kernels import CpuKernels
 from modelworker.worker.description import OpDescription
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.settings import OpsSettings
 
 
-def plan_ops(settings: OpsSettings, device: torch.device, *, compiles: bool, backend: str = "inductor") -> OpSettings:
+def plan_ops(
+    settings: OpsSettings, device: torch.device, kernels: CpuKernels, *, compiles: bool, backend: str = "inductor"
+) -> OpSettings:
     """Loads the plug-ins, and resolves --custom-ops.
 
     Raises:
@@ -30,7 +33,14 @@ def plan_ops(settings: OpsSettings, device: torch.device, *, compiles: bool, bac
         )
     except OpSettingsError as error:
         raise SettingsError(f"--custom-ops: {error}") from error
-    return OpSettings(platform=platform, custom_ops=custom_ops, compiles=compiles, backend=backend)
+    return OpSettings(
+        platform=platform,
+        custom_ops=custom_ops,
+        compiles=compiles,
+        backend=backend,
+        kernels=kernels.library,
+        no_kernels_reason=kernels.missing,
+    )
 
 
 def describe_ops(model: nn.Module) -> tuple[OpDescription, ...]:

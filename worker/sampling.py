@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelworker.ops.linear import best_of
 from modelworker.worker.batch import BoolArray, Float32Array, IndexArray, Int32Array, SamplingBatch, UInt64Array
 from modelworker.worker.random_numbers import uniforms
 
@@ -40,21 +41,26 @@ class Samples:
     ranks: Int32Array | None
 
 
-def sample(logits: Tensor, parameters: SamplingBatch | None, seeds: UInt64Array | None, positions: Int32Array) -> Samples:
+def greedy_samples(token_ids: Tensor, finite: Tensor) -> Samples:
+    """Makes the samples of rows that are greedy and ask for nothing else.
+
+    Args:
+        token_ids: [num_rows], int64, of the largest logits.
+        finite: [num_rows], bool, whether all logits of a row are finite.
+    """
+    return Samples(token_ids=_int32(token_ids), finite=finite.numpy(force=True), logprobs=None, ranks=None)
+
+
+def sample(logits: Tensor, parameters: SamplingBatch, seeds: UInt64Array, positions: Int32Array) -> Samples:
     """Samples one token from each row of logits.
 
     Args:
         logits: [num_rows, vocab_size], fp32. Not changed.
-        parameters: of these rows; None: greedy, no logprobs.
-        seeds: [num_rows], one for every row, also for those whose seed the router left open; None with `parameters`.
+        parameters: of these rows.
+        seeds: [num_rows], one for every row, also for those whose seed the router left open.
         positions: [num_rows], position of the sampled token in its sequence.
     """
-    highest, tokens = logits.max(-1)
-    # One pass instead of a test of every element: a NaN or infinity anywhere ends up in the sum.
-    finite = torch.isfinite(highest) & torch.isfinite(logits.sum(-1))
-    if parameters is None or seeds is None:
-        return Samples(token_ids=_int32(tokens), finite=finite.numpy(force=True), logprobs=None, ranks=None)
-
+    tokens, highest, finite = best_of(logits)
     finite_rows = finite.numpy(force=True)
     wants_processed = (parameters.num_logprobs >= 0) & parameters.processed_logprobs
     random_rows = np.flatnonzero((parameters.temperature > 0) & finite_rows)

@@ -6,6 +6,7 @@ A field's metadata says how it is shown and parsed by `flags`; nothing else read
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from modelworker.worker.errors import SettingsError
@@ -197,6 +198,29 @@ class OpsSettings:
         parse=comma_separated,
         metavar="LIST",
     )
+    cpu_isa: str = setting(
+        "auto",
+        "instructions that the C++ kernels use; auto: the best that this machine has",
+        choices=("auto", "amx_bf16", "avx512_bf16", "avx2", "portable"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSettings:
+    """Where compiled code is kept from one start to the next."""
+
+    cache_dir: str = setting(
+        "~/.cache/modelworker", "folder for compiled code; whoever may write there can run code in the worker", metavar="DIR"
+    )
+
+    @property
+    def folder(self) -> Path:
+        """The folder, with ~ replaced where there is a home directory."""
+        path = Path(self.cache_dir)
+        try:
+            return path.expanduser()
+        except RuntimeError:
+            return path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,4 +255,5 @@ class WorkerSettings:
     fencing: FencingSettings = field(default_factory=FencingSettings)
     device: DeviceSettings = field(default_factory=DeviceSettings)
     ops: OpsSettings = field(default_factory=OpsSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from modelworker.ops.attention import PagedAttention
 from modelworker.worker.counters import Counters
+from modelworker.worker.cpu_kernels import load_cpu_kernels
 from modelworker.worker.description import (
     Degradation,
     ExecutionDescription,
@@ -71,7 +73,8 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
         _logger.info("computing in %s (%s)", choice.name, choice.reason)
         max_model_len = choose_max_model_len(settings.model, config)
         products = check_products(dtype, device)
-        ops = plan_ops(settings.ops, device, compiles=False)
+        kernels = load_cpu_kernels(settings, device, progress)
+        ops = plan_ops(settings.ops, device, kernels, compiles=False)
         model = build_model(config, dtype=dtype, max_model_len=max_model_len, ops=ops)
         _check_that_all_fits(settings, config, model, dtype, device, max_model_len)
         loaded = _load_weights(model, directory, device, progress)
@@ -80,9 +83,9 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             model=_describe_model(settings.model, config, model, dtype, loaded, max_model_len),
             kv_cache=kv_cache.describe(),
             limits=_limits(settings),
-            execution=_describe_execution(device, num_threads),
+            execution=_describe_execution(device, num_threads, model),
             self_check=SelfCheck(passed=True, findings=(products,)),
-            degradations=choice.degradations + tightness,
+            degradations=choice.degradations + kernels.degradations + tightness,
             versions=_versions(device),
             ops=describe_ops(model),
         )
@@ -171,17 +174,21 @@ def _describe_model(
     )
 
 
-def _describe_execution(device: torch.device, num_threads: int) -> ExecutionDescription:
+def _describe_execution(device: torch.device, num_threads: int, model: CausalLM) -> ExecutionDescription:
     return ExecutionDescription(
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else read_cpu().name,
         optimization_level=0,
         graph_mode="NONE",
         captured=(),
-        attention="native",
+        attention=_attention_in_use(model),
         num_threads=num_threads,
         tensor_parallel_size=1,
     )
+
+
+def _attention_in_use(model: CausalLM) -> str:
+    return ", ".join(sorted({module.choice.implementation for module in model.modules() if isinstance(module, PagedAttention)}))
 
 
 def _versions(device: torch.device) -> Mapping[str, str]:

@@ -1,7 +1,5 @@
 // The torch op of activation.h.
 #pragma once
-#include <vector>
-
 #include "activation.h"
 #include "door.h"
 #include "simd.h"
@@ -10,10 +8,9 @@ namespace modelworker {
 
 inline Tensor silu_and_mul_door(const Tensor x) {
   STD_TORCH_CHECK(x.dim() > 0 && x.size(-1) % 2 == 0, "expected rows gate | up");
-  std::vector<int64_t> sizes;
-  for (int64_t dim = 0; dim < x.dim(); ++dim) sizes.push_back(x.size(dim));
+  std::vector<int64_t> sizes = sizes_of(x);
   sizes.back() /= 2;
-  Tensor out = torch::stable::new_empty(x, sizes);
+  Tensor out = new_output(x, sizes);
   const SiluAndMulArguments arguments{
       .x = x.const_data_ptr(),
       .out = out.mutable_data_ptr(),

@@ -165,8 +165,3 @@ template void merge_parts<float>(const void*, Team);
 template void merge_parts<BFloat16>(const void*, Team);
 
 }  // namespace modelworker
-
-// Bytes of memory that attention needs beside its arguments; for Python (ctypes).
-extern "C" int64_t modelworker_attention_scratch_bytes(int64_t num_sequences, int64_t num_heads, int64_t head_dim) {
-  return modelworker::num_part_bytes(num_sequences, num_heads, head_dim);
-}

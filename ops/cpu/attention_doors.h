@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "door.h"
 #include "simd.h"
+#include "workspace.h"
 
 namespace modelworker {
 
@@ -28,7 +29,7 @@ inline void check_indices(const Tensor& tensor, int64_t dims, const char* name) 
 
 inline AttentionArguments attention_arguments(
     const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, Tensor& output, const Tensor& query_starts,
-    const Tensor& seq_lens, const Tensor& block_tables, Tensor& scratch) {
+    const Tensor& seq_lens, const Tensor& block_tables, const Workspace& parts) {
   return {
       .query = query.const_data_ptr(),
       .key_cache = key_cache.const_data_ptr(),
@@ -37,7 +38,7 @@ inline AttentionArguments attention_arguments(
       .query_starts = query_starts.const_data_ptr<int32_t>(),
       .seq_lens = seq_lens.const_data_ptr<int32_t>(),
       .block_tables = block_tables.const_data_ptr<int32_t>(),
-      .parts = static_cast<float*>(scratch.mutable_data_ptr()),
+      .parts = static_cast<float*>(parts.data()),
       .num_tokens = output.size(0),
       .num_sequences = seq_lens.size(0),
       .num_heads = query.size(1),
@@ -57,7 +58,7 @@ inline AttentionArguments attention_arguments(
 
 inline void paged_attention_door(
     const Tensor query, const Tensor key_cache, const Tensor value_cache, Tensor output, const Tensor query_starts, const Tensor seq_lens,
-    const Tensor block_tables, double scale, int64_t window, double soft_cap, Tensor scratch) {
+    const Tensor block_tables, const Tensor /*order*/, double scale, int64_t window, double soft_cap) {
   check_heads(query, 3, "queries [num_tokens, num_heads, head_dim]");
   check_heads(output, 3, "an output [num_tokens, num_heads, head_dim]");
   check_caches(key_cache, value_cache);
@@ -79,11 +80,8 @@ inline void paged_attention_door(
       "expected a multiple of ", key_cache.size(1), " heads, at most ", kMaxTileQueries, " times as many; found ", num_heads);
   STD_TORCH_CHECK(
       query_starts.size(0) == seq_lens.size(0) + 1 && block_tables.size(0) == seq_lens.size(0), "expected starts, lengths and tables of as many sequences");
-  const int64_t num_bytes = num_part_bytes(seq_lens.size(0), num_heads, head_dim);
-  STD_TORCH_CHECK(
-      scratch.is_contiguous() && scratch.scalar_type() == torch::headeronly::ScalarType::Byte && scratch.numel() >= num_bytes,
-      "expected a scratch of at least ", num_bytes, " bytes");
-  AttentionArguments arguments = attention_arguments(query, key_cache, value_cache, output, query_starts, seq_lens, block_tables, scratch);
+  const Workspace parts(num_part_bytes(seq_lens.size(0), num_heads, head_dim));
+  AttentionArguments arguments = attention_arguments(query, key_cache, value_cache, output, query_starts, seq_lens, block_tables, parts);
   arguments.window = window;
   arguments.scale = static_cast<float>(scale);
   arguments.soft_cap = static_cast<float>(soft_cap);

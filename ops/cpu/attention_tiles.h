@@ -8,12 +8,9 @@
 #include <cstring>
 
 #include "attention_rows.h"
-#include "linear_tiles.h"
+#include "tile_configuration.h"
 
 namespace modelworker {
-
-// Compilers take a tile load for an instruction that reads no memory: without this, what was stored just before may come after it.
-inline void finish_stores() { asm volatile("" ::: "memory"); }
 
 // Writes weights [32 tokens][16 rows] as a tile [16 rows][32 tokens] of bf16.
 inline void transpose_weights(const float* weights, BFloat16* tile) {

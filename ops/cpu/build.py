@@ -42,12 +42,12 @@ def find_toolchain(cache: Path, compiler: str = "g++") -> Toolchain:
     """Finds the compiler.
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is none, or it doesn't work.
     """
     path = shutil.which(compiler)
     if path is None:
         raise BuildError(f"no compiler: {compiler} was not found (on Debian and Ubuntu: install g++)")
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.partition("\n")[0]
+    version = _run([path, "--version"]).partition("\n")[0]
     return Toolchain(compiler=path, version=version, cache=cache)
 
 
@@ -71,14 +71,18 @@ def build_library(toolchain: Toolchain, level: IsaLevel, progress: Callable[[int
         progress(len(sources))
         return library
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        toolchain.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = _compile(toolchain, sources, flags, Path(scratch), progress)
             Path(scratch, "sha256").write_text(_sha256(built))
             built.replace(library)
             Path(scratch, "sha256").replace(digest)
     except OSError as error:
-        raise BuildError(f"{folder}: can't be written: {error.strerror}") from error
+        remedy = "make it writable, or choose another"
+        raise BuildError(
+            f"{toolchain.cache}, the folder of compiled kernels, can't be written ({error.strerror}): {remedy}"
+        ) from error
     return library
 
 
@@ -138,9 +142,15 @@ def _compile(
     return library
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(command: list[str]) -> str:
+    """Runs a command of the compiler and returns what it prints."""
+    name = Path(command[0]).name
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{name} can't be run: {error.strerror}") from error
     if result.returncode != 0:
         line = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.partition("\n")[0])
         _logger.error("%s failed:\n%s", command[0], result.stderr)
-        raise BuildError(f"{Path(command[0]).name} failed: {line.strip()}")
+        raise BuildError(f"{name} failed with status {result.returncode}: {line.strip()}")
+    return result.stdout

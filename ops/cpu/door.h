@@ -6,7 +6,11 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <vector>
+
 #include "launch.h"
+#include "pool_tensor.h"
+#include "recording.h"
 
 namespace modelworker {
 
@@ -33,5 +37,18 @@ inline int64_t rows_of(const Tensor& tensor) {
 
 // Elements from one row of [rows, size] to the next.
 inline int64_t row_stride_of(const Tensor& tensor) { return tensor.dim() < 2 ? tensor.size(-1) : tensor.stride(tensor.dim() - 2); }
+
+inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  std::vector<int64_t> sizes;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) sizes.push_back(tensor.size(dim));
+  return sizes;
+}
+
+// A dense tensor that a kernel fills: in the pool, if a list is being recorded; else as torch allocates.
+inline Tensor new_output(const Tensor& like, const std::vector<int64_t>& sizes, torch::headeronly::ScalarType dtype) {
+  if (const List* list = recording(); list != nullptr) return pool_tensor(list->pool(), sizes, dense_strides(sizes), dtype);
+  return torch::stable::new_empty(like, sizes, dtype);
+}
+inline Tensor new_output(const Tensor& like, const std::vector<int64_t>& sizes) { return new_output(like, sizes, like.scalar_type()); }
 
 }  // namespace modelworker

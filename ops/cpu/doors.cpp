@@ -10,14 +10,15 @@
 #include "kv_cache_doors.h"
 #include "linear_doors.h"
 #include "norm_doors.h"
+#include "pool_doors.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(MODELWORKER_NAMESPACE, library) {
   library.def("linear_pack(Tensor weight, Tensor(a!) packed) -> ()");
   library.def("linear_unpack(Tensor packed, int out_features, int in_features) -> Tensor");
   library.def("packed_embedding(Tensor ids, Tensor packed, int out_features, int in_features) -> Tensor");
-  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor(a!) scratch) -> Tensor");
-  library.def("linear_float32(Tensor x, Tensor packed, int out_features, Tensor(a!) scratch) -> Tensor");
-  library.def("linear_argmax(Tensor x, Tensor packed, int out_features, Tensor(a!) scratch) -> (Tensor, Tensor, Tensor)");
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+  library.def("linear_float32(Tensor x, Tensor packed, int out_features) -> Tensor");
+  library.def("linear_argmax(Tensor x, Tensor packed, int out_features) -> (Tensor, Tensor, Tensor)");
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   library.def("fused_add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()");
   library.def("silu_and_mul(Tensor x) -> Tensor");
@@ -30,7 +31,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(MODELWORKER_NAMESPACE, library) {
       "Tensor positions, Tensor cos_sin, bool interleaved, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor slots) -> Tensor");
   library.def(
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, Tensor query_starts, "
-      "Tensor seq_lens, Tensor block_tables, float scale, int window, float soft_cap, Tensor(b!) scratch) -> ()");
+      "Tensor seq_lens, Tensor block_tables, Tensor order, float scale, int window, float soft_cap) -> ()");
+  library.def("pool_empty(int[] size, int[] stride, ScalarType dtype) -> Tensor");
+  library.def("pool_alias(Tensor(a) tensor) -> Tensor(a)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(MODELWORKER_NAMESPACE, CPU, library) {
@@ -48,4 +51,10 @@ STABLE_TORCH_LIBRARY_IMPL(MODELWORKER_NAMESPACE, CPU, library) {
   library.impl("store_kv", TORCH_BOX(&modelworker::store_kv_door));
   library.impl("rotary_store_kv", TORCH_BOX(&modelworker::rotary_store_kv_door));
   library.impl("paged_attention", TORCH_BOX(&modelworker::paged_attention_door));
+  library.impl("pool_alias", TORCH_BOX(&modelworker::pool_alias_door));
+}
+
+// It takes no tensor that would say where it runs.
+STABLE_TORCH_LIBRARY_IMPL(MODELWORKER_NAMESPACE, CompositeExplicitAutograd, library) {
+  library.impl("pool_empty", TORCH_BOX(&modelworker::pool_empty_door));
 }

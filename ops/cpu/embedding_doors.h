@@ -11,7 +11,7 @@ inline Tensor embedding_door(const Tensor weight, const Tensor ids) {
   const bool is_long = ids.scalar_type() == ScalarType::Long;
   STD_TORCH_CHECK(ids.dim() == 1 && ids.is_contiguous() && (is_long || ids.scalar_type() == ScalarType::Int), "expected ids [num_ids], int64 or int32");
   STD_TORCH_CHECK(weight.dim() == 2 && weight.stride(1) == 1, "expected a weight [num_rows, size] with dense rows");
-  Tensor out = torch::stable::new_empty(weight, {ids.size(0), weight.size(1)});
+  Tensor out = new_output(weight, {ids.size(0), weight.size(1)});
   const GatherRowsArguments arguments{
       .weight = weight.const_data_ptr(),
       .ids = ids.const_data_ptr(),

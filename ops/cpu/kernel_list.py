@@ -1,40 +1,54 @@
 """Recorded lists of C++ kernels, which run in one parallel region."""
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.cpu.memory_pool import MemoryPool
 
 
 class KernelList:
-    """A list of the library's kernels.
+    """A list of a library's kernels.
 
-    They are bound to the memory of the tensors that they were recorded with: whoever records keeps these tensors.
+    They are bound to the memory of the tensors that they were recorded with: whoever records keeps the inputs. What ops allocate
+    meanwhile lies in the pool, whose other lists overwrite it unless a tensor still holds it.
+
+    Args:
+        pool: where the kernels' results go. Lists of one pool never run at the same time.
     """
 
-    def __init__(self, library: CpuLibrary) -> None:
-        self._functions = library.functions
-        self._functions.modelworker_list_new.restype = ctypes.c_void_p
-        self._functions.modelworker_list_size.restype = ctypes.c_int64
-        self._list = ctypes.c_void_p(self._functions.modelworker_list_new())
+    def __init__(self, pool: MemoryPool) -> None:
+        self._functions = pool.library.functions
+        self._list = ctypes.c_void_p(self._functions.modelworker_list_new(pool.handle))
+        self._free = weakref.finalize(self, self._functions.modelworker_list_free, self._list)
 
     def __len__(self) -> int:
-        return int(self._functions.modelworker_list_size(self._list))
+        return int(self._functions.modelworker_list_size(self._open_list()))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Appends the kernels that this thread runs meanwhile."""
-        self._functions.modelworker_record_begin(self._list)
+        """Appends the kernels that this thread runs meanwhile. They do run, too.
+
+        Raises:
+            RuntimeError: this thread records another list.
+        """
+        if not self._functions.modelworker_record_begin(self._open_list()):
+            raise RuntimeError("this thread records another list")
         try:
             yield
         finally:
             self._functions.modelworker_record_end()
 
     def replay(self) -> None:
-        """Runs the list in one parallel region."""
-        self._functions.modelworker_list_replay(self._list)
+        """Hot path: runs the list in one parallel region."""
+        self._functions.modelworker_list_replay(self._open_list())
 
     def close(self) -> None:
         """Frees the list."""
-        self._functions.modelworker_list_free(self._list)
+        self._free()
+
+    def _open_list(self) -> ctypes.c_void_p:
+        if not self._free.alive:
+            raise RuntimeError("the list is closed")
+        return self._list

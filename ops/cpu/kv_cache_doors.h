@@ -46,7 +46,7 @@ inline StoreKvArguments store_arguments(
 inline Tensor store_kv_door(const Tensor key, const Tensor value, Tensor key_cache, Tensor value_cache, const Tensor slots) {
   const StoreKvArguments arguments = store_arguments(key, value, key_cache, value_cache, slots);
   run(is_bfloat16(key) ? store_kv<BFloat16> : store_kv<float>, arguments);
-  return torch::stable::new_empty(key, {0});
+  return new_output(key, {0});
 }
 
 inline const void* norm_weight(const std::optional<Tensor>& weight, const Tensor& heads) {
@@ -100,7 +100,7 @@ inline Tensor rotary_store_kv_door(
   arguments.stores = true;
   arguments.eps = static_cast<float>(eps);
   run(is_bfloat16(query) ? rotary_store_kv<BFloat16> : rotary_store_kv<float>, arguments);
-  return torch::stable::new_empty(key, {0});
+  return new_output(key, {0});
 }
 
 }  // namespace modelworker

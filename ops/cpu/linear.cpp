@@ -142,14 +142,3 @@ template void find_candidates<float>(const void*, Team);
 template void find_candidates<BFloat16>(const void*, Team);
 
 }  // namespace modelworker
-
-// Bytes that a product, and the search for the greedy tokens, need beside their arguments; for Python (ctypes).
-extern "C" {
-int64_t modelworker_linear_scratch_bytes(int64_t num_rows, int64_t in_features, int64_t element_size) {
-  return modelworker::num_tile_bytes(num_rows, in_features, element_size);
-}
-int64_t modelworker_argmax_scratch_bytes(int64_t num_rows, int64_t in_features, int64_t out_features, int64_t element_size) {
-  const int64_t tile_bytes = modelworker::num_tile_bytes(num_rows, in_features, element_size);
-  return tile_bytes + modelworker::num_candidate_bytes(num_rows, out_features);
-}
-}

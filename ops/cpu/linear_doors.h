@@ -2,12 +2,12 @@
 #pragma once
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include "door.h"
 #include "linear.h"
 #include "packed.h"
 #include "simd.h"
+#include "workspace.h"
 
 namespace modelworker {
 
@@ -40,7 +40,7 @@ inline void linear_pack_door(const Tensor weight, Tensor packed) {
 
 inline Tensor linear_unpack_door(const Tensor packed, int64_t out_features, int64_t in_features) {
   check_packed(packed, out_features, in_features);
-  Tensor weight = torch::stable::new_empty(packed, {out_features, in_features});
+  Tensor weight = new_output(packed, {out_features, in_features});
   const UnpackArguments arguments{packed.const_data_ptr(), weight.mutable_data_ptr(), out_features, in_features};
   run(is_bfloat16(packed) ? unpack_weight<BFloat16> : unpack_weight<float>, arguments);
   return weight;
@@ -52,7 +52,7 @@ inline Tensor packed_embedding_door(const Tensor ids, const Tensor packed, int64
   STD_TORCH_CHECK(
       ids.dim() == 1 && ids.is_contiguous() && (is_long || ids.scalar_type() == ScalarType::Int),
       "expected ids [num_ids], int64 or int32");
-  Tensor out = torch::stable::new_empty(packed, {ids.size(0), in_features});
+  Tensor out = new_output(packed, {ids.size(0), in_features});
   const EmbeddingArguments arguments{
       .packed = packed.const_data_ptr(),
       .ids = ids.const_data_ptr(),
@@ -69,26 +69,24 @@ inline Tensor packed_embedding_door(const Tensor ids, const Tensor packed, int64
   return out;
 }
 
+inline int64_t tile_bytes_of(const Tensor& x) { return num_tile_bytes(rows_of(x), x.size(-1), element_size_of(x)); }
+
 // Calls `launch_piece(piece, first row)` for x in pieces of as many rows as are tiled at a time, or for all of it where it is read
-// in place.
+// in place. `tiles`: memory of `tile_bytes_of(x)`.
 template <typename Launch>
-void for_each_piece(const Tensor& x, const Tensor& packed, int64_t out_features, Tensor& scratch, const Launch& launch_piece) {
+void for_each_piece(const Tensor& x, const Tensor& packed, int64_t out_features, void* tiles, const Launch& launch_piece) {
   check_packed(packed, out_features, x.size(-1));
   STD_TORCH_CHECK(x.scalar_type() == packed.scalar_type(), "expected a weight of x's dtype");
   const int64_t num_rows = rows_of(x);
   const int64_t in_features = x.size(-1);
   const int64_t stride = row_stride_of(x);
   const int64_t element_size = element_size_of(x);
-  const bool tiles = uses_tiles(num_rows, element_size);
-  const int64_t tile_bytes = num_tile_bytes(num_rows, in_features, element_size);
-  STD_TORCH_CHECK(
-      scratch.is_contiguous() && scratch.scalar_type() == ScalarType::Byte && scratch.numel() >= tile_bytes,
-      "expected a scratch of at least ", tile_bytes, " bytes");
-  const int64_t piece_rows = tiles ? kMaxTileRows : num_rows;
+  const bool is_tiled = uses_tiles(num_rows, element_size);
+  const int64_t piece_rows = is_tiled ? kMaxTileRows : num_rows;
   for (int64_t row = 0; row < num_rows; row += piece_rows) {
     const LinearArguments piece{
         .x = static_cast<const char*>(x.const_data_ptr()) + row * stride * element_size,
-        .tiles = tiles ? static_cast<const BFloat16*>(scratch.const_data_ptr()) : nullptr,
+        .tiles = is_tiled ? static_cast<const BFloat16*>(tiles) : nullptr,
         .packed = packed.const_data_ptr(),
         .bias = nullptr,
         .out = nullptr,
@@ -121,17 +119,17 @@ void run_on_rows(Body body, const Arguments& arguments, const LinearArguments& l
 }
 
 inline std::vector<int64_t> output_sizes(const Tensor& x, int64_t out_features) {
-  std::vector<int64_t> sizes;
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) sizes.push_back(x.size(dim));
-  sizes.push_back(out_features);
+  std::vector<int64_t> sizes = sizes_of(x);
+  sizes.back() = out_features;
   return sizes;
 }
 
 inline Tensor linear_into(
-    const Tensor& x, const Tensor& packed, const void* bias, int64_t out_features, Tensor& scratch, ScalarType dtype, Body body) {
-  Tensor out = torch::stable::new_empty(x, output_sizes(x, out_features), dtype);
+    const Tensor& x, const Tensor& packed, const void* bias, int64_t out_features, ScalarType dtype, Body body) {
+  Tensor out = new_output(x, output_sizes(x, out_features), dtype);
   const int64_t out_size = dtype == ScalarType::BFloat16 ? 2 : 4;
-  for_each_piece(x, packed, out_features, scratch, [&](LinearArguments piece, int64_t row) {
+  const Workspace tiles(tile_bytes_of(x));
+  for_each_piece(x, packed, out_features, tiles.data(), [&](LinearArguments piece, int64_t row) {
     piece.bias = bias;
     piece.out = static_cast<char*>(out.mutable_data_ptr()) + row * out_features * out_size;
     run_on_rows(body, piece, piece);
@@ -139,35 +137,31 @@ inline Tensor linear_into(
   return out;
 }
 
-inline Tensor linear_door(
-    const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features, Tensor scratch) {
+inline Tensor linear_door(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features) {
   STD_TORCH_CHECK(
       !bias.has_value() || (bias->is_contiguous() && bias->numel() == out_features && bias->scalar_type() == x.scalar_type()),
       "expected a bias [", out_features, "] of x's dtype");
   const void* bias_data = bias.has_value() ? bias->const_data_ptr() : nullptr;
   const Body body = is_bfloat16(x) ? linear<BFloat16, BFloat16> : linear<float, float>;
-  return linear_into(x, packed, bias_data, out_features, scratch, x.scalar_type(), body);
+  return linear_into(x, packed, bias_data, out_features, x.scalar_type(), body);
 }
 
-inline Tensor linear_float32_door(const Tensor x, const Tensor packed, int64_t out_features, Tensor scratch) {
+inline Tensor linear_float32_door(const Tensor x, const Tensor packed, int64_t out_features) {
   const Body body = is_bfloat16(x) ? linear<BFloat16, float> : linear<float, float>;
-  return linear_into(x, packed, nullptr, out_features, scratch, ScalarType::Float, body);
+  return linear_into(x, packed, nullptr, out_features, ScalarType::Float, body);
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> linear_argmax_door(
-    const Tensor x, const Tensor packed, int64_t out_features, Tensor scratch) {
+inline std::tuple<Tensor, Tensor, Tensor> linear_argmax_door(const Tensor x, const Tensor packed, int64_t out_features) {
   const int64_t num_rows = rows_of(x);
-  Tensor ids = torch::stable::new_empty(x, {num_rows}, ScalarType::Long);
-  Tensor logits = torch::stable::new_empty(x, {num_rows}, ScalarType::Float);
-  Tensor is_finite = torch::stable::new_empty(x, {num_rows}, ScalarType::Bool);
-  const int64_t tile_bytes = num_tile_bytes(num_rows, x.size(-1), element_size_of(x));
-  STD_TORCH_CHECK(
-      scratch.numel() >= tile_bytes + num_candidate_bytes(num_rows, out_features), "expected a scratch of at least ",
-      tile_bytes + num_candidate_bytes(num_rows, out_features), " bytes");
-  auto* candidates = reinterpret_cast<Candidate*>(static_cast<char*>(scratch.mutable_data_ptr()) + tile_bytes);
+  Tensor ids = new_output(x, {num_rows}, ScalarType::Long);
+  Tensor logits = new_output(x, {num_rows}, ScalarType::Float);
+  Tensor is_finite = new_output(x, {num_rows}, ScalarType::Bool);
+  const int64_t tile_bytes = tile_bytes_of(x);
+  const Workspace memory(tile_bytes + num_candidate_bytes(num_rows, out_features));
+  auto* candidates = reinterpret_cast<Candidate*>(static_cast<char*>(memory.data()) + tile_bytes);
   const int64_t parts = num_vocabulary_parts(out_features);
   const Body body = is_bfloat16(x) ? find_candidates<BFloat16> : find_candidates<float>;
-  for_each_piece(x, packed, out_features, scratch, [&](const LinearArguments& piece, int64_t row) {
+  for_each_piece(x, packed, out_features, memory.data(), [&](const LinearArguments& piece, int64_t row) {
     run_on_rows(body, ArgmaxArguments{piece, candidates + row * parts, parts}, piece);
   });
   const BestCandidateArguments best{

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "linear.h"
+#include "tile_configuration.h"
 
 namespace modelworker {
 
@@ -21,24 +22,6 @@ constexpr int64_t kTilePrefetchBytes = 16384;
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kSumBytes = kBlockOutputs * sizeof(float);
 
-// The tiles of a thread while this lives: all have 16 rows of 64 bytes.
-class TileConfiguration {
- public:
-  TileConfiguration() {
-    struct alignas(64) {
-      uint8_t palette = 1;
-      uint8_t start_row = 0;
-      uint8_t reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } configuration;
-    _tile_loadconfig(&configuration);
-  }
-  ~TileConfiguration() { _tile_release(); }
-  TileConfiguration(const TileConfiguration&) = delete;
-  TileConfiguration& operator=(const TileConfiguration&) = delete;
-};
-
 // Lines that are fetched into the L2 cache while tiles are multiplied.
 struct Prefetch {
   const char* next;
@@ -54,6 +37,7 @@ struct Prefetch {
 template <bool TwoTiles>
 void multiply_tiles(
     const BFloat16* x, int64_t x_stride, const BFloat16* weights, int64_t steps, float* sums, bool is_first, Prefetch prefetch) {
+  finish_stores();
   if (is_first) {
     _tile_zero(0);
     _tile_zero(1);

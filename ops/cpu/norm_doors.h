@@ -7,7 +7,7 @@
 namespace modelworker {
 
 inline Tensor rms_norm_door(const Tensor x, const Tensor weight, double eps) {
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor out = new_output(x, sizes_of(x));
   const RmsNormArguments arguments{
       .x = x.const_data_ptr(),
       .weight = weight.const_data_ptr(),

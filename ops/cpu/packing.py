@@ -80,17 +80,3 @@ def pack_weight(library: CpuLibrary, weight: Tensor, arena: WeightArena) -> Tens
     packed = arena.empty(packed_shape(out_features, in_features, weight.dtype), weight.dtype)
     library.ops.linear_pack(weight, packed)
     return packed
-
-
-def linear_scratch_bytes(library: CpuLibrary, num_rows: int, in_features: int, dtype: torch.dtype) -> int:
-    """Returns how large the scratch of `linear` and `linear_float32` must be, for up to so many rows."""
-    function = library.functions.modelworker_linear_scratch_bytes
-    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
-    return int(function(num_rows, in_features, dtype.itemsize))
-
-
-def argmax_scratch_bytes(library: CpuLibrary, num_rows: int, in_features: int, out_features: int, dtype: torch.dtype) -> int:
-    """Returns how large the scratch of `linear_argmax` must be, for up to so many rows."""
-    function = library.functions.modelworker_argmax_scratch_bytes
-    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * 4
-    return int(function(num_rows, in_features, out_features, dtype.itemsize))

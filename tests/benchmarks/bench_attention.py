@@ -19,10 +19,10 @@ import torch
 from probe import Probe
 from torch import Tensor
 
-from modelworker.ops.cpu.attention import attention_scratch_bytes
 from modelworker.ops.cpu.isa import LEVELS, cpu_flags, usable_levels
 from modelworker.ops.cpu.kernel_list import KernelList
 from modelworker.ops.cpu.library import CpuLibrary, load_library
+from modelworker.ops.cpu.memory_pool import MemoryPool
 from modelworker.ops.cpu.packing import advise_huge_pages
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "cpu-kernels"
@@ -47,14 +47,13 @@ class Layers:
         lengths = torch.tensor(seq_lens, dtype=torch.int32)
         query = torch.randn(sum(query_lens), num_heads, head_dim).bfloat16()
         output = torch.empty_like(query)
-        scratch = torch.empty(attention_scratch_bytes(library, len(seq_lens), num_heads, head_dim), dtype=torch.uint8)
-        self.kernels = KernelList(library)
-        self._bound = (query, output, starts, lengths, tables, scratch)
+        self.kernels = KernelList(MemoryPool(library))
+        self._bound = (query, output, starts, lengths, tables)
         with self.kernels.recording():
             for layer in range(self.num_layers):
                 caches = memory[layer * size : (layer + 1) * size].view(2, sum(needed), num_kv_heads, BLOCK_SIZE, head_dim)
-                lists = (starts, lengths, tables)
-                library.ops.paged_attention(query, *caches, output, *lists, head_dim**-0.5, 0, 0.0, scratch)
+                lists = (starts, lengths, tables, torch.empty(0))
+                library.ops.paged_attention(query, *caches, output, *lists, head_dim**-0.5, 0, 0.0)
         self.kv_bytes = self.num_layers * sum(seq_lens) * num_kv_heads * head_dim * 4
         seen = sum(length * q - q * (q - 1) // 2 for q, length in zip(query_lens, seq_lens, strict=True))
         self.operations = self.num_layers * 4 * seen * num_heads * head_dim

@@ -9,7 +9,6 @@ at the best matrix rate, whichever takes longer, both medians of the rounds in w
 """
 
 import argparse
-import ctypes
 import itertools
 import json
 import statistics
@@ -24,7 +23,8 @@ from torch import Tensor
 
 from modelworker.ops.cpu.isa import LEVELS, cpu_flags, usable_levels
 from modelworker.ops.cpu.library import CpuLibrary, load_library
-from modelworker.ops.cpu.packing import WeightArena, argmax_scratch_bytes, linear_scratch_bytes, pack_weight
+from modelworker.ops.cpu.packing import WeightArena, pack_weight
+from modelworker.ops.cpu.recorder import RecordedStep, Recorder
 from modelworker.worker.machine import read_machine
 
 ROWS = (1, 4, 16, 64, 512)
@@ -62,9 +62,8 @@ def ways_of(library: CpuLibrary, weight: Tensor, rows: int, is_head: bool, num_c
     arena = WeightArena()
     packed = [pack_weight(library, weight, arena) for _ in range(num_copies)]
     plain = [weight.clone() for _ in range(num_copies)]
-    scratch = torch.empty(linear_scratch_bytes(library, rows, in_features, DTYPE), dtype=torch.uint8)
     product = library.ops.linear_float32 if is_head else library.ops.linear
-    arguments = (out_features, scratch) if is_head else (None, out_features, scratch)
+    arguments = (out_features,) if is_head else (None, out_features)
     ways: dict[str, Call] = {
         library.level.name: lambda copy: product(x, packed[copy], *arguments),
         "F.linear": lambda copy: F.linear(x, plain[copy]),
@@ -104,28 +103,18 @@ def measure_product(library: CpuLibrary, probe: Probe, model: str, name: str, ro
         )
 
 
-class RecordedDecode:
-    """All products of a decode step of the 135M shape, as one list."""
+def record_decode(library: CpuLibrary, weights: list[Tensor], rows: int) -> RecordedStep[None]:
+    """Records all products of a decode step of the 135M shape."""
+    inputs = {size: torch.randn(rows, size, dtype=DTYPE) for size in (576, 1536)}
 
-    def __init__(self, library: CpuLibrary, weights: list[Tensor], rows: int) -> None:
-        self._functions = library.functions
-        self._functions.modelworker_list_new.restype = ctypes.c_void_p
-        self._list = ctypes.c_void_p(self._functions.modelworker_list_new())
-        self._inputs = {size: torch.randn(rows, size, dtype=DTYPE) for size in (576, 1536)}
-        # The list knows addresses only.
-        self._outputs: list[object] = []
-        self._scratch = torch.empty(argmax_scratch_bytes(library, rows, 1536, 49152, DTYPE), dtype=torch.uint8)
-        self._functions.modelworker_record_begin(self._list)
+    def run() -> None:
         for packed, (out_features, in_features) in zip(weights, decode_shapes(), strict=True):
-            x = self._inputs[in_features]
             if out_features == SHAPES["135M"]["head"][0]:
-                self._outputs.append(library.ops.linear_argmax(x, packed, out_features, self._scratch))
+                library.ops.linear_argmax(inputs[in_features], packed, out_features)
             else:
-                self._outputs.append(library.ops.linear(x, packed, None, out_features, self._scratch))
-        self._functions.modelworker_record_end()
+                library.ops.linear(inputs[in_features], packed, None, out_features)
 
-    def replay(self) -> None:
-        self._functions.modelworker_list_replay(self._list)
+    return Recorder(library).record(run)
 
 
 def decode_shapes() -> Iterator[tuple[int, int]]:
@@ -139,7 +128,7 @@ def measure_decode(library: CpuLibrary, probe: Probe, rounds: int) -> None:
     arena = WeightArena()
     weights = [pack_weight(library, torch.randn(shape, dtype=DTYPE), arena) for shape in decode_shapes()]
     num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    lists = {rows: RecordedDecode(library, weights, rows) for rows in ROWS[:-1]}
+    lists = {rows: record_decode(library, weights, rows) for rows in ROWS[:-1]}
     times: dict[int, list[float]] = {rows: [] for rows in lists}
     bandwidths = []
     for _ in range(3 * rounds + 1):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from modelworker.ops.catalog import CATALOG
 from modelworker.ops.op_spec import SampleShape
+from modelworker_testing.kernels import own_kernels
 
 NUM_TOKENS = (1, 16, 256)
 
@@ -47,6 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
+    kernels = own_kernels()
     machine = {"threads": torch.get_num_threads(), "torch": torch.__version__, "machine": platform.machine()}
     for spec in CATALOG.values():
         if options.op not in (None, spec.name):
@@ -55,8 +57,8 @@ def main() -> None:
             for num_tokens in NUM_TOKENS:
                 for dtype in spec.tolerances:
                     shape = SampleShape(num_tokens=num_tokens, dtype=dtype, variant=variant)
-                    for implementation in spec.implementations:
-                        if "cpu" in implementation.devices and implementation.is_available():
+                    for implementation in spec.implementations(kernels):
+                        if "cpu" in implementation.devices:
                             arguments = spec.sample(shape)
                             times = measure(lambda run=implementation.run, given=arguments: run(*given), options.seconds)
                             result = {

@@ -107,7 +107,7 @@ def test_the_root_is_read_only_and_every_place_to_write_lies_in_the_cache_volume
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert "emptyDir" in volumes["cache"]
     assert volumes.keys() == mounts.keys()
-    for variable in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for variable in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MODELWORKER_CACHE_DIR"):
         assert Path(image[variable]).is_relative_to(mounts["cache"]["mountPath"]), variable
 
 

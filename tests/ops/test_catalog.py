@@ -11,9 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modelworker.ops.catalog import CATALOG, splitting_ops
-from modelworker.ops.op_spec import RETURNED, Implementation, OpSpec, SampleShape
+from modelworker.ops.op_spec import RETURNED, Implementation, OpSpec, SampleShape, returned_at
+from modelworker_testing.kernels import own_kernels
 
 SPECS = list(CATALOG.values())
+KERNELS = own_kernels()
 SMALL = ((torch.float32, 0), (torch.bfloat16, 5))
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Run = Callable[..., Any]
@@ -25,12 +27,11 @@ def op_of(spec: OpSpec) -> Any:
 
 def cases() -> Iterator[Any]:
     for spec in SPECS:
-        for implementation in (*spec.implementations, Implementation(name="registered", run=op_of(spec))):
-            if "cpu" in implementation.devices and implementation.is_available():
-                for shape in spec.shapes():
-                    # What is registered is an implementation behind torch's dispatcher: a few samples show that it is reached.
-                    if implementation.name != "registered" or shape.num_tokens in (0, 3):
-                        yield pytest.param(spec, implementation.run, shape, id=f"{spec.name}-{implementation.name}-{shape}")
+        for implementation in (*spec.implementations(KERNELS), Implementation(name="registered", run=op_of(spec))):
+            for shape in spec.shapes():
+                # What is registered is an implementation behind torch's dispatcher: a few samples show that it is reached.
+                if implementation.name != "registered" or shape.num_tokens in (0, 3):
+                    yield pytest.param(spec, implementation.run, shape, id=f"{spec.name}-{implementation.name}-{shape}")
 
 
 def small_shapes() -> Iterator[Any]:
@@ -71,7 +72,7 @@ def run_and_check(spec: OpSpec, run: Run, shape: SampleShape) -> None:
     """Runs one sample: results are the reference's, and nothing is written but what the reference changes."""
     arguments = dict(zip(names_of(spec), spec.sample(shape), strict=True))
     expected = spec.reference(*arguments.values())
-    assert set(expected) - {RETURNED} == mutated(spec)
+    assert {name for name in expected if not name.startswith(RETURNED)} == mutated(spec)
     before = {address: bits.clone() for address, bits in memories(arguments).items()}
     allowed = {address: torch.zeros_like(bits, dtype=torch.bool) for address, bits in before.items()}
     for name in mutated(spec):
@@ -82,15 +83,28 @@ def run_and_check(spec: OpSpec, run: Run, shape: SampleShape) -> None:
                 changes(argument.double(), expected[name])
             )
     result = run(*arguments.values())
+    actual = {**arguments, **results(result)}
     for name, wanted in expected.items():
-        assert_close(spec, shape, result if name == RETURNED else arguments[name], wanted, name)
-    assert (result is not None) == (RETURNED in expected)
+        assert_close(spec, shape, actual[name], wanted, name)
+    assert set(results(result)) == {name for name in expected if name.startswith(RETURNED)}
     for address, bits in memories(arguments).items():
         assert not ((bits != before[address]) & ~allowed[address]).any(), "something else was written"
 
 
+def results(result: Any) -> dict[str, Tensor]:
+    """What an op returned, by the names that references use."""
+    if isinstance(result, Tensor):
+        return {RETURNED: result}
+    return {returned_at(index): tensor for index, tensor in enumerate(result or ())}
+
+
+def dtype_of(spec: OpSpec, shape: SampleShape, name: str) -> torch.dtype:
+    names = [RETURNED] if len(spec.result_dtypes) == 1 else [returned_at(index) for index in range(len(spec.result_dtypes))]
+    return dict(zip(names, spec.result_dtypes, strict=True)).get(name, shape.dtype)
+
+
 def assert_close(spec: OpSpec, shape: SampleShape, actual: Tensor, wanted: Tensor, name: str) -> None:
-    assert actual.dtype == shape.dtype
+    assert actual.dtype == dtype_of(spec, shape, name)
     tolerance = spec.tolerances[shape.dtype]
     torch.testing.assert_close(
         actual.double(), wanted, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True, msg=lambda text: f"{name}: {text}"
@@ -114,16 +128,17 @@ def checkable(argument: Tensor) -> Tensor:
     return argument.nan_to_num_(0.5) if argument.is_floating_point() else argument
 
 
+def properties(result: Any) -> dict[str, Any]:
+    return {name: (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for name, tensor in results(result).items()}
+
+
 @pytest.mark.parametrize(("spec", "shape"), list(small_shapes()))
 def test_a_fake_result_has_the_shape_strides_dtype_and_device_of_the_real_one(spec: OpSpec, shape: SampleShape) -> None:
     real = op_of(spec)(*spec.sample(shape))
     arguments = spec.sample(shape)
     with FakeTensorMode() as mode:
         fake = op_of(spec)(*(mode.from_tensor(argument) if isinstance(argument, Tensor) else argument for argument in arguments))
-    if real is None:
-        assert fake is None
-        return
-    assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (real.shape, real.stride(), real.dtype, real.device)
+    assert properties(fake) == properties(real)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -141,7 +156,7 @@ def test_the_loop_covers_no_rows_one_row_and_padding_in_every_dtype(spec: OpSpec
         if isinstance(argument, Tensor) and argument.is_floating_point()
     )
     assert spec.tolerance_reason
-    assert spec.implementations[0].name == "native"
+    assert [implementation.name for implementation in spec.implementations(KERNELS)] == ["native", "c++"]
 
 
 @contextlib.contextmanager
@@ -155,7 +170,7 @@ def test_the_loop_finds_a_wrong_value_a_stray_write_and_a_lost_mutation() -> Non
     shape, fused_shape = (
         SampleShape(num_tokens=3, dtype=torch.float32, padding=5, variant=spec.variants[0]) for spec in (silu, fused)
     )
-    run = silu.implementations[0].run
+    run = silu.native
     with must_fail():
         run_and_check(silu, lambda x: run(x.roll(1, -1)), shape)
     with must_fail():
@@ -163,15 +178,13 @@ def test_the_loop_finds_a_wrong_value_a_stray_write_and_a_lost_mutation() -> Non
     with must_fail():
         run_and_check(silu, lambda x: (run(x), x._base[:, 0].zero_())[0], shape)
     with must_fail():
-        run_and_check(
-            fused, lambda x, residual, weight, eps: fused.implementations[0].run(x, residual.clone(), weight, eps), fused_shape
-        )
+        run_and_check(fused, lambda x, residual, weight, eps: fused.native(x, residual.clone(), weight, eps), fused_shape)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.splits_graph], ids=lambda spec: spec.name)
 def test_the_native_form_keeps_its_writes_in_place_when_it_is_traced(spec: OpSpec) -> None:
     torch._dynamo.reset()
-    traced = torch.compile(spec.implementations[0].run, backend="aot_eager", fullgraph=True, dynamic=True)
+    traced = torch.compile(spec.native, backend="aot_eager", fullgraph=True, dynamic=True)
     shape = SampleShape(num_tokens=17, dtype=torch.bfloat16, padding=5, variant=spec.variants[0])
     run_and_check(spec, traced, shape)
     run_and_check(spec, traced, replace(shape, num_tokens=3))
@@ -187,7 +200,7 @@ IN_PLACE = CATALOG["fused_add_rms_norm"]
 )
 def test_the_native_form_is_right_when_inductor_compiles_it(spec: OpSpec) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(spec.implementations[0].run, fullgraph=True, dynamic=True)
+    compiled = torch.compile(spec.native, fullgraph=True, dynamic=True)
     for dtype, padding in SMALL:
         for num_tokens in (17, 3, 256):
             shape = SampleShape(num_tokens=num_tokens, dtype=dtype, padding=padding, variant=spec.variants[0])
@@ -198,7 +211,7 @@ def test_the_native_form_is_right_when_inductor_compiles_it(spec: OpSpec) -> Non
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_native_form_of_add_and_norm_is_right_when_inductor_compiles_it_behind_another_op() -> None:
     # As in a model, x is not an input of the graph: with both written tensors as inputs, torch 2.13 fails (KeyError).
-    run = IN_PLACE.implementations[0].run
+    run = IN_PLACE.native
 
     def piece(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x * 2
@@ -217,7 +230,9 @@ def test_the_native_form_of_add_and_norm_is_right_when_inductor_compiles_it_behi
 
 
 def test_attention_and_the_cache_update_split_the_graph() -> None:
-    assert splitting_ops() == ("modelworker::store_kv", "modelworker::paged_attention")
+    names = ("rotary_store_kv", "store_kv", "paged_attention")
+    assert splitting_ops() == tuple(f"modelworker::{name}" for name in names)
+    assert splitting_ops(KERNELS) == (*splitting_ops(), *(f"{KERNELS.level.namespace}::{name}" for name in names))
 
 
 def test_every_registered_op_is_in_the_catalog() -> None:
@@ -226,10 +241,4 @@ def test_every_registered_op_is_in_the_catalog() -> None:
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("modelworker::")
     }
-    implementations = {
-        implementation.run._qualified_op_name.removeprefix("modelworker::")
-        for spec in SPECS
-        for implementation in spec.implementations
-        if isinstance(implementation.run, torch._ops.OpOverloadPacket)
-    }
-    assert registered == set(CATALOG) | implementations
+    assert registered == set(CATALOG)

@@ -2,16 +2,21 @@
 
 import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from modelworker.ops.attention import PagedAttention
 from modelworker.ops.custom_op import CustomOp, recorded_forms
+from modelworker.ops.linear import LinearArgmax, LinearFloat32
 from modelworker.ops.norm import RMSNorm
 from modelworker.ops.op_settings import OpSettings
 from modelworker.ops.report import OpReport, report_ops, switchable_ops
+from modelworker.ops.rotary_store_kv import RotaryStoreKv
+from modelworker_testing.kernels import kernel_ops
 
 CPU_ALL = OpSettings(platform="cpu", custom_ops=("all",))
 
@@ -126,11 +131,49 @@ def test_the_report_says_which_implementation_runs_why_and_what_else_there_is() 
     )
     first, second, *others = report_ops(model)
     assert first == OpReport(
-        name="rms_norm", implementation="native", reason="custom_ops is all, but there is no c++ implementation"
+        name="rms_norm",
+        implementation="native",
+        reason="custom_ops is all, but the C++ kernels are not loaded",
+        alternatives=("c++",),
     )
     assert second == OpReport(name="test_add", implementation="native", reason="custom_ops is none", alternatives=("c++", "triton"))
     assert {report.name for report in others} >= {"silu_and_mul", "paged_attention"}
     assert {(report.implementation, report.reason) for report in others} == {("", "not used by this model")}
+
+
+def test_an_op_whose_kernel_can_not_serve_it_runs_native_and_says_why() -> None:
+    kernels = kernel_ops()
+    fits, odd, grouped = (
+        PagedAttention(scale=1.0, window=0, soft_cap=0.0, head_dim=size, queries_per_kv_head=group, ops=kernels)
+        for size, group in ((64, 3), (33, 3), (64, 65))
+    )
+    assert fits.choice.implementation == "c++"
+    assert odd.choice.reason == "custom_ops is all, but the C++ kernel takes an even head_dim up to 256, not 33"
+    assert grouped.choice.reason == "custom_ops is all, but the C++ kernel takes up to 64 query heads per KV head, not 65"
+    assert {op.choice.implementation for op in (odd, grouped)} == {"native"}
+
+
+def test_parts_of_a_fused_op_are_reported_only_where_its_native_form_runs() -> None:
+    fused = RotaryStoreKv(head_dim=16, eps=1e-5, interleaved=False, ops=kernel_ops())
+    unfused = RotaryStoreKv(
+        head_dim=16, eps=1e-5, interleaved=False, ops=replace(kernel_ops(), custom_ops=("all", "-rotary_store_kv"))
+    )
+    used = [{report.name: report.implementation for report in report_ops(op) if report.implementation} for op in (fused, unfused)]
+    assert used == [
+        {"rotary_store_kv": "c++"},
+        {"rotary_store_kv": "native", "rotary_embedding": "c++", "store_kv": "c++"},
+    ]
+
+
+def test_ops_on_one_weight_follow_the_product_that_decides_how_it_is_stored() -> None:
+    kernels = kernel_ops()
+    unpacked = replace(kernels, custom_ops=("all", "-linear_float32"))
+    for ops, expected in ((kernels, True), (unpacked, False)):
+        product = LinearFloat32(50, ops=ops)
+        argmax = LinearArgmax(product, ops=replace(ops, custom_ops=("none",)))
+        assert (product.is_packed, argmax.is_packed) == (expected, expected)
+    reason = LinearArgmax(LinearFloat32(50, ops=unpacked), ops=unpacked).choice.reason
+    assert reason == "custom_ops is all, but the weight is not packed, because linear_float32 is native"
 
 
 def test_one_op_that_is_enforced_in_one_place_has_two_entries() -> None:

@@ -32,7 +32,7 @@ def run(opaque_ops: bool) -> tuple[Tensor, Tensor, list[str]]:
         for name in ("store_kv", "paged_attention")
     )
     *tensors, scale, window, soft_cap = attended
-    attention = PagedAttention(scale=scale, window=window, soft_cap=soft_cap, ops=ops)
+    attention = PagedAttention(scale=scale, window=window, soft_cap=soft_cap, head_dim=16, queries_per_kv_head=2, ops=ops)
     with Dispatched() as dispatched:
         order = StoreKv(ops=ops)(*stored)
         attention(*tensors[:-1], order)

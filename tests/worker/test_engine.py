@@ -232,7 +232,7 @@ def test_a_fault_of_the_device_is_fatal_and_any_other_error_is_not(engine: Engin
         (ValueError("a defect"), ValueError),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(engine.model, "compute_logits", raising(error))
+            patch.setattr(engine.model, "greedy", raising(error))
             with pytest.raises(expected):
                 execute(engine, query_lens=[1], context_lens=[0], token_ids=[1], tables=[[1]])
     assert len(execute(engine, query_lens=[1], context_lens=[0], token_ids=[1], tables=[[1]]).sampled_ids) == 1

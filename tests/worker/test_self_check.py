@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelworker.ops import attention
+from modelworker.ops.attention import PagedAttention
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.errors import SetupError
 from modelworker_testing.checkpoints import TINY, llama_tensors, save_checkpoint, save_tiny
@@ -21,12 +21,13 @@ def test_a_sound_engine_passes_and_says_what_was_compared(tmp_path: Path) -> Non
         assert any("agree within" in finding for finding in engine.description.self_check.findings)
 
 
-def attention_without(is_broken: Callable[[int], bool]) -> Callable[..., Any]:
-    attend = attention._Parts.attend
+def attention_without(is_broken: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    attend = PagedAttention.forward_cpu
 
-    def broken(self: Any, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        result = attend(self, query, *rest)
-        return torch.zeros_like(result) if is_broken(query.shape[1]) else result
+    def broken(self: Any, query: Any, keys: Any, values: Any, output: torch.Tensor, starts: torch.Tensor, *rest: Any) -> None:
+        attend(self, query, keys, values, output, starts, *rest)
+        lengths = starts.diff()
+        output[: starts[-1]][is_broken(lengths).repeat_interleave(lengths)] = 0
 
     return broken
 
@@ -45,9 +46,9 @@ def shifted(values: Callable[[StepBatch], Any], amount: int, *, only_decodes: bo
     "is_broken", [lambda query_len: query_len == 1, lambda query_len: query_len > 1], ids=["decode", "prefill"]
 )
 def test_attention_that_returns_zeros_for_one_kind_of_row_stops_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], bool]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    monkeypatch.setattr(attention._Parts, "attend", attention_without(is_broken))
+    monkeypatch.setattr(PagedAttention, "forward_cpu", attention_without(is_broken))
     with pytest.raises(SetupError, match="self-check"), engine_of(save_tiny(tmp_path)):
         pass
 

@@ -53,6 +53,14 @@ class CausalLM(nn.Module, ABC):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Hot path: applies the head to hidden states [n, hidden_size] and returns [n, vocab_size], float32, never rounded."""
 
+    @abstractmethod
+    def greedy(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hot path: finds the most probable token of each of hidden_states [n, hidden_size].
+
+        Returns:
+            [n] each: its id, int64, the lowest of equal ones; its logit, float32; whether all logits of the row are finite, bool.
+        """
+
     @property
     @abstractmethod
     def has_tied_head(self) -> bool:

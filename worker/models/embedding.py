@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from modelworker.worker.models.layer import CheckpointSlot, Layer, empty_parameter
-from modelworker.worker.models.linear_method import LinearMethod, UnquantizedLinearMethod
+from modelworker.ops.cpu.packing import WeightArena
+from modelworker.ops.embedding import Embedding
+from modelworker.ops.linear import LinearArgmax, LinearFloat32, best_of
+from modelworker.ops.op_settings import OpSettings
+from modelworker.worker.models.layer import CheckpointSlot, Layer, empty_parameter, replace_parameter
 from modelworker.worker.models.tensor_parallel import all_gather_columns, all_reduce
 from modelworker.worker.models.weight_part import WeightPart
 
@@ -40,6 +42,7 @@ class VocabParallelEmbedding(Layer):
         *,
         prefix: str,
         dtype: torch.dtype,
+        ops: OpSettings,
         tp_rank: int = 0,
         tp_size: int = 1,
         disable_tp: bool = False,
@@ -50,32 +53,47 @@ class VocabParallelEmbedding(Layer):
         self.prefix = prefix
         self.tp_size = tp_size
         self.part = _vocabulary_part(prefix, vocab_size, hidden_size, tp_rank, tp_size)
+        self._ops = ops
+        self.store_for(None)
         self.register_parameter("weight", empty_parameter(self.part.length, hidden_size, dtype=dtype))
+
+    def store_for(self, product: LinearFloat32 | None) -> None:
+        """Decides how the weight is stored once it is loaded: as the head's product reads it, or by rows."""
+        # In a tuple: the op is a part of the head, not of this layer.
+        self._product = (product,) if product is not None else ()
+        self.lookup = Embedding(self.part.length, self.part.in_features, product=product, ops=self._ops)
 
     def checkpoint_slots(self) -> Iterator[CheckpointSlot]:
         """Yields the slot of the weight."""
         yield self.part.weight_slot(f"{self.prefix}.weight")
 
+    def process_after_loading(self, device: torch.device, arena: WeightArena) -> None:
+        """Packs the weight where a tied head's product takes it packed."""
+        for product in self._product:
+            replace_parameter(self, "weight", product.pack(self.weight, arena))
+
     def forward(self, token_ids: Tensor) -> Tensor:
         """Hot path: embeds token_ids [num_tokens], each in 0 .. vocab_size - 1, and returns [num_tokens, hidden_size]."""
         if self.tp_size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.lookup(self.weight, token_ids)
         local = token_ids - self.part.source_start
         elsewhere = (local < 0) | (local >= self.part.length)
         if self.part.length:
-            embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0)
+            embedded = self.lookup(self.weight, local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0)
         else:
-            embedded = self.weight.new_zeros(token_ids.shape[0], self.weight.shape[1])
+            embedded = self.weight.new_zeros(token_ids.shape[0], self.part.in_features)
         return all_reduce(embedded)
 
 
 class ParallelLMHead(Layer):
     """The head: float32 logits of hidden states.
 
-    It has a weight of its own, or is tied to an embedding's: then it stands in the checkpoint once, under the embedding's name.
+    It has a weight of its own, or is tied to an embedding's: then it stands in the checkpoint once, under the embedding's name, and
+    in memory once, as this layer reads it.
     """
 
     __call__: Callable[..., Tensor]
+    weight: Tensor
 
     def __init__(
         self,
@@ -84,11 +102,11 @@ class ParallelLMHead(Layer):
         *,
         prefix: str,
         dtype: torch.dtype,
+        ops: OpSettings,
         tied_to: VocabParallelEmbedding | None = None,
         tp_rank: int = 0,
         tp_size: int = 1,
         disable_tp: bool = False,
-        method: LinearMethod | None = None,
     ) -> None:
         super().__init__()
         if disable_tp:
@@ -96,25 +114,45 @@ class ParallelLMHead(Layer):
         self.prefix = prefix
         self.vocab_size = vocab_size
         self.tp_size = tp_size
-        self.is_tied = tied_to is not None
         self.part = _vocabulary_part(prefix, vocab_size, hidden_size, tp_rank, tp_size)
-        self.method = method or UnquantizedLinearMethod()
+        self.product = LinearFloat32(self.part.length, ops=ops)
+        self.argmax = LinearArgmax(self.product, ops=ops)
+        # In a tuple: the embedding is not a part of this layer.
+        self._tied_to = (tied_to,) if tied_to is not None else ()
         if tied_to is None:
-            self.method.create_weights(self, in_features=hidden_size, out_features=self.part.length, dtype=dtype)
+            self.register_parameter("weight", empty_parameter(self.part.length, hidden_size, dtype=dtype))
         else:
+            tied_to.store_for(self.product)
             self.register_parameter("weight", tied_to.get_parameter("weight"))
 
-    def checkpoint_slots(self) -> Iterator[CheckpointSlot]:
-        """Yields the slots of the weight; none where it is the embedding's."""
-        if not self.is_tied:
-            yield from self.method.checkpoint_slots(self, self.prefix, (self.part,))
+    @property
+    def is_tied(self) -> bool:
+        """Whether the weight is the embedding's."""
+        return bool(self._tied_to)
 
-    def process_after_loading(self, device: torch.device) -> None:
-        """Lets the linear method finish a weight that is the head's alone."""
+    def checkpoint_slots(self) -> Iterator[CheckpointSlot]:
+        """Yields the slot of the weight; none where it is the embedding's."""
         if not self.is_tied:
-            self.method.process_after_loading(self)
+            yield self.part.weight_slot(f"{self.prefix}.weight")
+
+    def process_after_loading(self, device: torch.device, arena: WeightArena) -> None:
+        """Packs the weight where the product takes it packed. One that is the embedding's is packed there, before."""
+        for embedding in self._tied_to:
+            self.register_parameter("weight", embedding.get_parameter("weight"))
+        if not self.is_tied:
+            replace_parameter(self, "weight", self.product.pack(self.weight, arena))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Hot path: computes logits [n, vocab_size], float32, of hidden_states [n, hidden_size]."""
-        logits = self.method.apply_float32(self, hidden_states)
+        logits = self.product(hidden_states, self.weight)
         return logits if self.tp_size == 1 else all_gather_columns(logits, self.vocab_size, self.tp_size)
+
+    def greedy(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hot path: finds the most probable token of each of hidden_states [n, hidden_size].
+
+        Returns:
+            [n] each: its id, int64, the lowest of equal ones; its logit, float32; whether all logits of the row are finite, bool.
+        """
+        if self.tp_size == 1 and self.argmax.is_packed == self.product.is_packed:
+            return self.argmax(hidden_states, self.weight)
+        return best_of(self(hidden_states))

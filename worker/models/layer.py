@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from modelworker.ops.cpu.packing import WeightArena
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSlot:
@@ -40,13 +42,19 @@ class Layer(nn.Module):
         """Yields the tensors that fill this layer's own parameters, each part of a stacked one separately."""
         yield from ()
 
-    def process_after_loading(self, device: torch.device) -> None:
-        """Finishes the layer once its parameters are filled: computes tables, packs weights."""
+    def process_after_loading(self, device: torch.device, arena: WeightArena) -> None:
+        """Finishes the layer once its parameters are filled: computes tables on the device, packs weights into the arena."""
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """Makes an unfilled parameter that needs no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def replace_parameter(layer: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a tensor in a parameter's place, unless it is that parameter."""
+    if tensor is not layer.get_parameter(name):
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 def whole_tensor(parameter: str, tensor: Tensor) -> CheckpointSlot:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from modelworker.ops.cpu.packing import WeightArena
+from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.models.layer import CheckpointSlot, Layer, empty_parameter
 from modelworker.worker.models.linear_method import LinearMethod, UnquantizedLinearMethod
 from modelworker.worker.models.tensor_parallel import all_reduce
@@ -27,6 +29,7 @@ class LinearLayer(Layer):
         bias: bool,
         prefix: str,
         dtype: torch.dtype,
+        ops: OpSettings,
         method: LinearMethod | None,
     ) -> None:
         super().__init__()
@@ -35,7 +38,7 @@ class LinearLayer(Layer):
         self.out_features = out_features
         self.prefix = prefix
         self.method = method or UnquantizedLinearMethod()
-        self.method.create_weights(self, in_features=in_features, out_features=out_features, dtype=dtype)
+        self.method.create_weights(self, in_features=in_features, out_features=out_features, dtype=dtype, ops=ops)
         self.register_parameter("bias", empty_parameter(out_features, dtype=dtype) if bias else None)
 
     def checkpoint_slots(self) -> Iterator[CheckpointSlot]:
@@ -45,9 +48,9 @@ class LinearLayer(Layer):
             for part in self.parts:
                 yield part.bias_slot(f"{self.prefix}.bias")
 
-    def process_after_loading(self, device: torch.device) -> None:
+    def process_after_loading(self, device: torch.device, arena: WeightArena) -> None:
         """Lets the linear method finish the weight."""
-        self.method.process_after_loading(self)
+        self.method.process_after_loading(self, arena)
 
     def forward(self, x: Tensor) -> Tensor:
         """Hot path: multiplies x [num_tokens, in_features] and returns [num_tokens, out_features]; the sizes are this rank's."""
@@ -81,6 +84,7 @@ class MergedColumnParallelLinear(LinearLayer):
         *,
         prefix: str,
         dtype: torch.dtype,
+        ops: OpSettings,
         bias: bool = False,
         tp_rank: int = 0,
         tp_size: int = 1,
@@ -113,6 +117,7 @@ class MergedColumnParallelLinear(LinearLayer):
             bias=bias,
             prefix=prefix,
             dtype=dtype,
+            ops=ops,
             method=method,
         )
 
@@ -127,6 +132,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         *,
         prefix: str,
         dtype: torch.dtype,
+        ops: OpSettings,
         bias: bool = False,
         tp_rank: int = 0,
         tp_size: int = 1,
@@ -138,6 +144,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
             (OutputPart(prefix.rpartition(".")[2], out_features),),
             prefix=prefix,
             dtype=dtype,
+            ops=ops,
             bias=bias,
             tp_rank=tp_rank,
             tp_size=tp_size,
@@ -161,6 +168,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_kv_heads: int,
         prefix: str,
         dtype: torch.dtype,
+        ops: OpSettings,
         bias: bool = False,
         tp_rank: int = 0,
         tp_size: int = 1,
@@ -178,7 +186,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             OutputPart("v_proj", num_kv_heads * head_dim, replicas),
         )
         super().__init__(
-            in_features, outputs, prefix=prefix, dtype=dtype, bias=bias, tp_rank=tp_rank, tp_size=tp_size, method=method
+            in_features, outputs, prefix=prefix, dtype=dtype, ops=ops, bias=bias, tp_rank=tp_rank, tp_size=tp_size, method=method
         )
         self.head_dim = head_dim
         self.num_heads = heads_per_rank
@@ -208,6 +216,7 @@ class RowParallelLinear(LinearLayer):
         *,
         prefix: str,
         dtype: torch.dtype,
+        ops: OpSettings,
         bias: bool = False,
         reduce_results: bool = True,
         tp_rank: int = 0,
@@ -234,6 +243,7 @@ class RowParallelLinear(LinearLayer):
             bias=bias and tp_rank == 0,
             prefix=prefix,
             dtype=dtype,
+            ops=ops,
             method=method,
         )
         self.bias_is_elsewhere = bias and tp_rank != 0

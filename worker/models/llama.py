@@ -15,12 +15,13 @@ from modelworker.worker.models.causal_lm import AttentionMetadata, CausalLM, KvC
 from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.models.embedding import ParallelLMHead, VocabParallelEmbedding
 from modelworker.worker.models.linear import MergedColumnParallelLinear, OutputPart, QKVParallelLinear, RowParallelLinear
-from modelworker.worker.models.rope import RotaryAngles, RotaryEmbedding, make_rotary_embedding
+from modelworker.worker.models.rope import RotaryAngles, make_rotary_embedding
 from modelworker.worker.models.tensor_parallel import TensorParallel
 
 
-class _ParallelOptions(TypedDict):
+class _LayerOptions(TypedDict):
     dtype: torch.dtype
+    ops: OpSettings
     tp_rank: int
     tp_size: int
 
@@ -31,9 +32,7 @@ class LlamaAttention(PluggableLayer):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(
-        self, config: ModelConfig, *, layer: int, rotary: RotaryEmbedding, prefix: str, options: _ParallelOptions, ops: OpSettings
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, layer: int, prefix: str, options: _LayerOptions) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -49,18 +48,23 @@ class LlamaAttention(PluggableLayer):
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=options["dtype"], ops=ops)
-            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=options["dtype"], ops=ops)
-        self.rotary = rotary
-        self.attn = Attention(scale=config.head_dim**-0.5, window=config.windows[layer], ops=ops)
+            self.q_norm, self.k_norm = (
+                RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=options["dtype"], ops=options["ops"]) for _ in range(2)
+            )
+        self.attn = Attention(
+            head_dim=config.head_dim,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            window=config.windows[layer],
+            eps=config.rms_norm_eps,
+            ops=options["ops"],
+        )
 
     def forward(self, x: Tensor, angles: RotaryAngles, attention: AttentionMetadata, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
         """Hot path: [num_tokens, hidden_size] to the same."""
         query, key, value = self.qkv_proj.heads(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        self.rotary(query, key, angles)
-        return self.o_proj(self.attn(query, key, value, attention, kv_cache).flatten(1))
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        return self.o_proj(self.attn(query, key, value, norms, angles, attention, kv_cache).flatten(1))
 
 
 @PluggableLayer.register("llama_mlp")
@@ -69,13 +73,13 @@ class LlamaMLP(PluggableLayer):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(self, config: ModelConfig, *, prefix: str, options: _ParallelOptions, ops: OpSettings) -> None:
+    def __init__(self, config: ModelConfig, *, prefix: str, options: _LayerOptions) -> None:
         super().__init__()
         outputs = (OutputPart("gate_proj", config.intermediate_size), OutputPart("up_proj", config.intermediate_size))
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, outputs, bias=config.mlp_bias, prefix=f"{prefix}.gate_up_proj", **options
         )
-        self.act = SiluAndMul(ops=ops)
+        self.act = SiluAndMul(ops=options["ops"])
         self.down_proj = RowParallelLinear(
             config.intermediate_size, config.hidden_size, bias=config.mlp_bias, prefix=f"{prefix}.down_proj", **options
         )
@@ -90,15 +94,13 @@ class LlamaDecoderLayer(nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(
-        self, config: ModelConfig, *, layer: int, rotary: RotaryEmbedding, prefix: str, options: _ParallelOptions, ops: OpSettings
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, layer: int, prefix: str, options: _LayerOptions) -> None:
         super().__init__()
-        eps, dtype = config.rms_norm_eps, options["dtype"]
+        eps, dtype, ops = config.rms_norm_eps, options["dtype"], options["ops"]
         self.input_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype, ops=ops)
-        self.self_attn = LlamaAttention(config, layer=layer, rotary=rotary, prefix=f"{prefix}.self_attn", options=options, ops=ops)
+        self.self_attn = LlamaAttention(config, layer=layer, prefix=f"{prefix}.self_attn", options=options)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype, ops=ops)
-        self.mlp = LlamaMLP(config, prefix=f"{prefix}.mlp", options=options, ops=ops)
+        self.mlp = LlamaMLP(config, prefix=f"{prefix}.mlp", options=options)
 
     def forward(
         self,
@@ -131,22 +133,22 @@ class LlamaModel(nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(self, config: ModelConfig, *, max_model_len: int, prefix: str, options: _ParallelOptions, ops: OpSettings) -> None:
+    def __init__(self, config: ModelConfig, *, max_model_len: int, prefix: str, options: _LayerOptions) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens", **options
         )
-        self.rotary = make_rotary_embedding(config.rope, head_dim=config.head_dim, max_model_len=max_model_len, ops=ops)
+        self.rotary = make_rotary_embedding(config.rope, head_dim=config.head_dim, max_model_len=max_model_len)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer=layer, rotary=self.rotary, prefix=f"{prefix}.layers.{layer}", options=options, ops=ops)
+            LlamaDecoderLayer(config, layer=layer, prefix=f"{prefix}.layers.{layer}", options=options)
             for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=options["dtype"], ops=ops)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=options["dtype"], ops=options["ops"])
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, kv_caches: KvCaches) -> Tensor:
         """Hot path: see `CausalLM.forward`."""
         residual = self.embed_tokens(token_ids)
-        angles = self.rotary.angles(positions, attention)
+        angles = self.rotary(positions, attention)
         x: Tensor = self.layers[0](None, residual, angles, attention, kv_caches[0])
         for layer, kv_cache in zip(self.layers[1:], kv_caches[1:], strict=True):
             x = layer(x, residual, angles, attention, kv_cache)
@@ -162,8 +164,8 @@ class LlamaForCausalLM(CausalLM):
     ) -> None:
         super().__init__()
         self.config = config
-        self._options: _ParallelOptions = {"dtype": dtype, "tp_rank": parallel.rank, "tp_size": parallel.size}
-        self.model = LlamaModel(config, max_model_len=max_model_len, prefix="model", options=self._options, ops=ops)
+        self._options: _LayerOptions = {"dtype": dtype, "ops": ops, "tp_rank": parallel.rank, "tp_size": parallel.size}
+        self.model = LlamaModel(config, max_model_len=max_model_len, prefix="model", options=self._options)
         self.lm_head = self._make_head(self.model.embed_tokens if config.tie_word_embeddings else None)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, kv_caches: KvCaches) -> Tensor:
@@ -174,6 +176,10 @@ class LlamaForCausalLM(CausalLM):
         """Hot path: see `CausalLM.compute_logits`."""
         return self.lm_head(hidden_states)
 
+    def greedy(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hot path: see `CausalLM.greedy`."""
+        return self.lm_head.greedy(hidden_states)
+
     @property
     def has_tied_head(self) -> bool:
         """Whether the head shares the embedding's weight."""
@@ -181,6 +187,7 @@ class LlamaForCausalLM(CausalLM):
 
     def untie_head(self) -> None:
         """Gives the head a weight of its own, not yet filled."""
+        self.model.embed_tokens.store_for(None)
         self.lm_head = self._make_head(None)
 
     def _make_head(self, tied_to: VocabParallelEmbedding | None) -> ParallelLMHead:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, the table of cosines and sines, and the layer that rotates queries and keys.
+"""Rotary position embedding: frequencies, the table of cosines and sines, and the layers that know both.
 
 Everything up to the rotation itself is float32 whatever the model computes in: rounding a frequency or a position to bfloat16
 would blur neighbouring positions of a long context.
@@ -12,8 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from modelworker.ops.op_settings import OpSettings
-from modelworker.ops.rotary import ApplyRotaryEmbedding
+from modelworker.ops.cpu.packing import WeightArena
 from modelworker.worker.models.causal_lm import AttentionMetadata
 from modelworker.worker.models.layer import Layer
 from modelworker.worker.models.rope_config import RopeConfig
@@ -106,26 +105,18 @@ def _yarn(rope: RopeConfig, exponents: Tensor) -> Tensor:
 
 
 class RotaryEmbedding(Layer, ABC):
-    """Rotates queries and keys by their positions. Its buffers stay float32 when the model is cast."""
+    """Knows by which angles queries and keys are rotated. Its buffers stay float32 when the model is cast."""
 
-    __call__: Callable[..., None]
-
-    def __init__(self, ops: OpSettings) -> None:
-        super().__init__()
-        self.apply_rotary = ApplyRotaryEmbedding(interleaved=False, ops=ops)
+    __call__: Callable[..., RotaryAngles]
 
     @abstractmethod
-    def angles(self, positions: Tensor, attention: AttentionMetadata) -> RotaryAngles:
+    def forward(self, positions: Tensor, attention: AttentionMetadata) -> RotaryAngles:
         """Hot path: says which angles belong to the tokens of a step; computed once, used by every layer.
 
         Args:
             positions: [num_tokens], int32.
             attention: the step's sequences.
         """
-
-    def forward(self, query: Tensor, key: Tensor, angles: RotaryAngles) -> None:
-        """Hot path: rotates query [num_tokens, num_heads, head_dim] and key [num_tokens, num_kv_heads, head_dim] in place."""
-        self.apply_rotary(query, key, angles.rows, angles.cos_sin)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self.named_buffers(recurse=False))
@@ -141,19 +132,19 @@ class TableRotaryEmbedding(RotaryEmbedding):
 
     cos_sin: Tensor
 
-    def __init__(self, rope: RopeConfig, *, head_dim: int, max_model_len: int, ops: OpSettings) -> None:
-        super().__init__(ops)
+    def __init__(self, rope: RopeConfig, *, head_dim: int, max_model_len: int) -> None:
+        super().__init__()
         self.rope = rope
         self.register_buffer("cos_sin", torch.empty(max_model_len, head_dim, dtype=torch.float32), persistent=False)
 
-    def process_after_loading(self, device: torch.device) -> None:
+    def process_after_loading(self, device: torch.device, arena: WeightArena) -> None:
         """Computes the table."""
         max_model_len, head_dim = self.cos_sin.shape
         positions = torch.arange(max_model_len, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies(self.rope, head_dim))
         self.cos_sin = cos_sin_rows(angles, attention_factor(self.rope)).to(device)
 
-    def angles(self, positions: Tensor, attention: AttentionMetadata) -> RotaryAngles:
+    def forward(self, positions: Tensor, attention: AttentionMetadata) -> RotaryAngles:
         """Hot path: the table, and the tokens' positions as its rows."""
         return RotaryAngles(positions, self.cos_sin)
 
@@ -168,17 +159,17 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
 
     exponents: Tensor
 
-    def __init__(self, rope: RopeConfig, *, head_dim: int, ops: OpSettings) -> None:
-        super().__init__(ops)
+    def __init__(self, rope: RopeConfig, *, head_dim: int) -> None:
+        super().__init__()
         self.rope = rope
         self.head_dim = head_dim
         self.register_buffer("exponents", torch.empty(head_dim // 2, dtype=torch.float32), persistent=False)
 
-    def process_after_loading(self, device: torch.device) -> None:
+    def process_after_loading(self, device: torch.device, arena: WeightArena) -> None:
         """Computes the exponents of the frequencies."""
         self.exponents = frequency_exponents(self.head_dim).to(device)
 
-    def angles(self, positions: Tensor, attention: AttentionMetadata) -> RotaryAngles:
+    def forward(self, positions: Tensor, attention: AttentionMetadata) -> RotaryAngles:
         """Hot path: computes the angles of the tokens of a step."""
         tokens = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
         # The clamp is for padding: tokens past the last sequence.
@@ -191,8 +182,8 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
         return RotaryAngles(tokens, cos_sin_rows(positions[:, None].to(torch.float32) * inverse))
 
 
-def make_rotary_embedding(rope: RopeConfig, *, head_dim: int, max_model_len: int, ops: OpSettings) -> RotaryEmbedding:
+def make_rotary_embedding(rope: RopeConfig, *, head_dim: int, max_model_len: int) -> RotaryEmbedding:
     """Makes the layer that the RoPE type needs."""
     if rope.rope_type == "dynamic":
-        return DynamicRotaryEmbedding(rope, head_dim=head_dim, ops=ops)
-    return TableRotaryEmbedding(rope, head_dim=head_dim, max_model_len=max_model_len, ops=ops)
+        return DynamicRotaryEmbedding(rope, head_dim=head_dim)
+    return TableRotaryEmbedding(rope, head_dim=head_dim, max_model_len=max_model_len)

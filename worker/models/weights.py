@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from modelworker.ops.cpu.packing import WeightArena
 from modelworker.worker.errors import CheckpointError
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.models.checkpoint import Checkpoint
@@ -87,13 +88,16 @@ def load_weights(
                         digests[name] = pending.result()
                     file.release(entry)
                     progress(entry.num_bytes)
+    # Before they are packed, which rounds sizes up.
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    arena = WeightArena()
     for module in model.modules():
         if isinstance(module, Layer):
-            module.process_after_loading(device)
+            module.process_after_loading(device, arena)
     return LoadedWeights(
         digest=_combine(tensors, digests) if digest else "",
         num_bytes=sum(tensors[name].num_bytes for name in slots),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=num_parameters,
     )
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import modelworker.ops  # noqa: F401  (registers the native ops)
-from modelworker.ops.cpu.attention import attention_scratch_bytes
 from modelworker.ops.cpu.kernel_list import KernelList
 from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.cpu.memory_pool import MemoryPool
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 NAN = float("nan")
@@ -50,14 +50,10 @@ class Batch:
         self.lengths = torch.tensor(self.seq_lens, dtype=torch.int32)
         self.output = torch.full(self.query.shape, NAN, dtype=dtype)
 
-    def scratch(self, library: CpuLibrary) -> Tensor:
-        size = attention_scratch_bytes(library, len(self.seq_lens), self.query.shape[1], self.query.shape[2])
-        return torch.full((size,), 255, dtype=torch.uint8)
-
     def run(self, library: CpuLibrary, *, scale: float = 0.25, window: int = 0, soft_cap: float = 0.0) -> Tensor:
         library.ops.paged_attention(
             self.query, self.key_cache, self.value_cache, self.output, self.query_starts, self.lengths, self.block_tables,
-            scale, window, soft_cap, self.scratch(library),
+            torch.empty(0), scale, window, soft_cap,
         )  # fmt: skip
         assert self.output[self.num_tokens :].eq(0).all()
         return self.output[: self.num_tokens].clone()
@@ -211,14 +207,15 @@ def test_a_row_depends_neither_on_threads_nor_on_the_batch_nor_on_its_blocks(cpu
 
 
 @DTYPES
-def test_a_recorded_list_reads_lengths_tables_and_values_when_it_is_replayed(cpu_library: CpuLibrary, dtype: torch.dtype) -> None:
+def test_a_recorded_list_reads_lengths_tables_and_values_when_it_is_replayed(
+    cpu_library: CpuLibrary, memory_pool: MemoryPool, dtype: torch.dtype
+) -> None:
     recorded = Batch([1, 1, 1, 1], [9, 700, 2, 40], dtype=dtype, padding=2)
-    scratch = recorded.scratch(cpu_library)
-    kernels = KernelList(cpu_library)
+    kernels = KernelList(memory_pool)
     static = (recorded.query, recorded.key_cache, recorded.value_cache, recorded.output)
     lists = (recorded.query_starts, recorded.lengths, recorded.block_tables)
     with kernels.recording():
-        cpu_library.ops.paged_attention(*static, *lists, 0.25, 0, 0.0, scratch)
+        cpu_library.ops.paged_attention(*static, *lists, torch.empty(0), 0.25, 0, 0.0)
     assert len(kernels) == 2
     shapes = (([1, 1, 1, 1], [600, 3, 16, 0]), ([1, 1], [31, 32]), ([2, 2, 2], [500, 7, 90]), ([6], [500]), ([], []))
     for query_lens, context_lens in shapes:
@@ -235,7 +232,6 @@ def test_a_recorded_list_reads_lengths_tables_and_values_when_it_is_replayed(cpu
         recorded.lengths[: len(query_lens)] = batch.lengths
         recorded.block_tables.zero_()
         recorded.block_tables[: len(query_lens), : batch.block_tables.shape[1]] = batch.block_tables
-        scratch.fill_(255)
         kernels.replay()
         batch.check(recorded.output[: batch.num_tokens])
         assert recorded.output[batch.num_tokens :].eq(0).all()
@@ -275,7 +271,6 @@ def test_nothing_but_the_output_is_written(cpu_library: CpuLibrary) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scratch": torch.empty(4, dtype=torch.uint8)}, "expected a scratch of at least"),
         ({"lengths": torch.zeros(2, dtype=torch.int64)}, "expected dense int32 sequence lengths"),
         ({"query": torch.zeros(2, 5, 32).bfloat16()}, "expected an output of the query's sizes"),
         ({"output": torch.zeros(2, 6, 32)}, "expected caches and output of the query's dtype"),
@@ -289,7 +284,7 @@ def test_tensors_that_do_not_fit_are_refused(cpu_library: CpuLibrary, change: di
     arguments = {
         "query": batch.query, "key_cache": batch.key_cache, "value_cache": batch.value_cache, "output": batch.output,
         "query_starts": batch.query_starts, "lengths": batch.lengths, "block_tables": batch.block_tables,
-        "scale": 1.0, "window": 0, "soft_cap": 0.0, "scratch": batch.scratch(cpu_library),
+        "order": torch.empty(0), "scale": 1.0, "window": 0, "soft_cap": 0.0,
     }  # fmt: skip
     with pytest.raises(RuntimeError, match=message):
         cpu_library.ops.paged_attention(*{**arguments, **change}.values())

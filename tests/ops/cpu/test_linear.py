@@ -1,13 +1,13 @@
-import ctypes
-
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
 from torch import Tensor
 
+from modelworker.ops.cpu.kernel_list import KernelList
 from modelworker.ops.cpu.library import CpuLibrary
-from modelworker.ops.cpu.packing import WeightArena, argmax_scratch_bytes, linear_scratch_bytes, pack_weight, packed_shape
+from modelworker.ops.cpu.memory_pool import MemoryPool
+from modelworker.ops.cpu.packing import WeightArena, pack_weight, packed_shape
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 # Tails of every kind: single elements, an odd number of inputs, less than a block, more inputs than are multiplied at a time.
@@ -15,16 +15,8 @@ SHAPES = pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (70, 
 ROWS = (0, 1, 2, 3, 17, 33, 64, 257)
 
 
-def scratch(library: CpuLibrary, x: Tensor) -> Tensor:
-    return torch.empty(linear_scratch_bytes(library, x.shape[0], x.shape[1], x.dtype), dtype=torch.uint8)
-
-
-def argmax_scratch(library: CpuLibrary, x: Tensor, out_features: int) -> Tensor:
-    return torch.empty(argmax_scratch_bytes(library, x.shape[0], x.shape[1], out_features, x.dtype), dtype=torch.uint8)
-
-
 def sums(library: CpuLibrary, x: Tensor, weight: Tensor) -> Tensor:
-    result = library.ops.linear_float32(x, pack_weight(library, weight, WeightArena()), weight.shape[0], scratch(library, x))
+    result = library.ops.linear_float32(x, pack_weight(library, weight, WeightArena()), weight.shape[0])
     assert isinstance(result, Tensor)
     return result
 
@@ -71,10 +63,9 @@ def test_products_are_those_of_fp64(cpu_library: CpuLibrary, dtype: torch.dtype,
     packed = pack_weight(cpu_library, weight, WeightArena())
     for rows in ROWS:
         x = torch.randn(rows, in_features).to(dtype)
-        memory = scratch(cpu_library, x)
-        assert_close(cpu_library.ops.linear(x, packed, None, out_features, memory), x, weight)
-        assert_close(cpu_library.ops.linear(x, packed, bias, out_features, memory), x, weight, bias)
-        assert_close(cpu_library.ops.linear_float32(x, packed, out_features, memory), x, weight)
+        assert_close(cpu_library.ops.linear(x, packed, None, out_features), x, weight)
+        assert_close(cpu_library.ops.linear(x, packed, bias, out_features), x, weight, bias)
+        assert_close(cpu_library.ops.linear_float32(x, packed, out_features), x, weight)
 
 
 def test_float32_results_of_bf16_products_are_not_rounded(cpu_library: CpuLibrary) -> None:
@@ -92,8 +83,7 @@ def test_what_stands_behind_a_row_is_not_read(cpu_library: CpuLibrary, dtype: to
     wide[:, :in_features] = torch.randn(rows, in_features)
     weight = torch.randn(33, in_features).to(dtype)
     x = wide[:, :in_features]
-    memory = torch.full((linear_scratch_bytes(cpu_library, rows, in_features, dtype),), 255, dtype=torch.uint8)
-    result = cpu_library.ops.linear(x, pack_weight(cpu_library, weight, WeightArena()), None, 33, memory)
+    result = cpu_library.ops.linear(x, pack_weight(cpu_library, weight, WeightArena()), None, 33)
     assert_close(result, x, weight)
 
 
@@ -119,8 +109,8 @@ def test_products_do_not_depend_on_the_number_of_threads(cpu_library: CpuLibrary
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            logits = cpu_library.ops.linear_float32(x, packed, 330, scratch(cpu_library, x))
-            greedy = cpu_library.ops.linear_argmax(x, packed, 330, argmax_scratch(cpu_library, x, 330))
+            logits = cpu_library.ops.linear_float32(x, packed, 330)
+            greedy = cpu_library.ops.linear_argmax(x, packed, 330)
             results.append((logits, *greedy))
     finally:
         torch.set_num_threads(threads)
@@ -135,9 +125,8 @@ def test_the_greedy_token_is_that_of_the_logits(cpu_library: CpuLibrary, dtype: 
     packed = pack_weight(cpu_library, weight, WeightArena())
     for rows in (0, 1, 3, 17, 300):
         x = torch.randn(rows, 64).to(dtype)
-        memory = argmax_scratch(cpu_library, x, out_features)
-        ids, largest, is_finite = cpu_library.ops.linear_argmax(x, packed, out_features, memory)
-        logits = cpu_library.ops.linear_float32(x, packed, out_features, memory)
+        ids, largest, is_finite = cpu_library.ops.linear_argmax(x, packed, out_features)
+        logits = cpu_library.ops.linear_float32(x, packed, out_features)
         assert ids.shape == largest.shape == is_finite.shape == (rows,)
         if rows:
             assert torch.equal(ids, logits.argmax(dim=1))
@@ -153,7 +142,7 @@ def test_ties_go_to_the_lowest_id(cpu_library: CpuLibrary, dtype: torch.dtype, r
     weight[list(ties)] = 1
     x = torch.ones(rows, 32, dtype=dtype)
     packed = pack_weight(cpu_library, weight, WeightArena())
-    ids, _, _ = cpu_library.ops.linear_argmax(x, packed, 10_000, argmax_scratch(cpu_library, x, 10_000))
+    ids, _, _ = cpu_library.ops.linear_argmax(x, packed, 10_000)
     assert ids.tolist() == [ties[0]] * rows
 
 
@@ -163,7 +152,7 @@ def test_padding_of_the_vocabulary_never_wins(cpu_library: CpuLibrary, dtype: to
     weight = -torch.rand(33, 32).to(dtype) - 1
     x = torch.ones(rows, 32, dtype=dtype)
     packed = pack_weight(cpu_library, weight, WeightArena())
-    ids, largest, is_finite = cpu_library.ops.linear_argmax(x, packed, 33, argmax_scratch(cpu_library, x, 33))
+    ids, largest, is_finite = cpu_library.ops.linear_argmax(x, packed, 33)
     assert ((ids >= 0) & (ids < 33)).all()
     assert (largest < 0).all()
     assert is_finite.all()
@@ -179,11 +168,10 @@ def test_a_row_with_a_logit_that_is_not_finite_is_flagged(
     weight[:, 7] = 0
     weight[2900, 7] = 1
     x = torch.randn(rows, 40).to(dtype)
-    clean_ids, _, _ = cpu_library.ops.linear_argmax(
-        x, packed := pack_weight(cpu_library, weight, WeightArena()), 3000, memory := argmax_scratch(cpu_library, x, 3000)
-    )
+    packed = pack_weight(cpu_library, weight, WeightArena())
+    clean_ids, _, _ = cpu_library.ops.linear_argmax(x, packed, 3000)
     x[0, 7] = bad
-    ids, _, is_finite = cpu_library.ops.linear_argmax(x, packed, 3000, memory)
+    ids, _, is_finite = cpu_library.ops.linear_argmax(x, packed, 3000)
     assert is_finite.tolist() == [False] + [True] * (rows - 1)
     assert torch.equal(ids[1:], clean_ids[1:])
     assert 0 <= int(ids[0]) < 3000
@@ -213,40 +201,31 @@ def test_the_embedding_of_an_unknown_id_is_nan(cpu_library: CpuLibrary, dtype: t
 
 def test_what_would_be_read_outside_of_its_tensor_is_refused(cpu_library: CpuLibrary) -> None:
     x, weight = torch.randn(40, 64).bfloat16(), torch.randn(64, 64).bfloat16()
-    packed, memory = pack_weight(cpu_library, weight, WeightArena()), scratch(cpu_library, x)
+    packed = pack_weight(cpu_library, weight, WeightArena())
     ops = cpu_library.ops
     with pytest.raises(RuntimeError, match=r"expected a weight \[65, 64\] packed by linear_pack"):
-        ops.linear(x, packed, None, 65, memory)
+        ops.linear(x, packed, None, 65)
     with pytest.raises(RuntimeError, match="packed by linear_pack"):
-        ops.linear(torch.randn(40, 128).bfloat16(), packed, None, 64, memory)
+        ops.linear(torch.randn(40, 128).bfloat16(), packed, None, 64)
     with pytest.raises(RuntimeError, match="expected a weight of x's dtype"):
-        ops.linear(x.float(), packed, None, 64, memory)
+        ops.linear(x.float(), packed, None, 64)
     with pytest.raises(RuntimeError, match=r"expected a bias \[64\] of x's dtype"):
-        ops.linear(x, packed, torch.zeros(63).bfloat16(), 64, memory)
-    with pytest.raises(RuntimeError, match="expected a scratch of at least"):
-        ops.linear_argmax(x, packed, 64, memory[:0])
-    if memory.numel():
-        with pytest.raises(RuntimeError, match="expected a scratch of at least"):
-            ops.linear(x, packed, None, 64, memory[:-1])
+        ops.linear(x, packed, torch.zeros(63).bfloat16(), 64)
 
 
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 20])
-def test_a_recorded_product_reads_new_values(cpu_library: CpuLibrary, dtype: torch.dtype, rows: int) -> None:
-    functions = cpu_library.functions
-    functions.modelworker_list_new.restype = ctypes.c_void_p
+def test_a_recorded_product_reads_new_values(
+    cpu_library: CpuLibrary, memory_pool: MemoryPool, dtype: torch.dtype, rows: int
+) -> None:
     x, weight = torch.randn(rows, 70).to(dtype), torch.randn(50, 70).to(dtype)
-    packed, memory = pack_weight(cpu_library, weight, WeightArena()), argmax_scratch(cpu_library, x, 50)
-    recorded = ctypes.c_void_p(functions.modelworker_list_new())
-    functions.modelworker_record_begin(recorded)
-    try:
-        out = cpu_library.ops.linear(x, packed, None, 50, memory)
-        # The list knows addresses only: all outputs must outlive it.
-        greedy = cpu_library.ops.linear_argmax(x, packed, 50, memory)
-    finally:
-        functions.modelworker_record_end()
+    packed = pack_weight(cpu_library, weight, WeightArena())
+    kernels = KernelList(memory_pool)
+    with kernels.recording():
+        out = cpu_library.ops.linear(x, packed, None, 50)
+        greedy = cpu_library.ops.linear_argmax(x, packed, 50)
     x.copy_(torch.randn(rows, 70))
-    functions.modelworker_list_replay(recorded)
-    functions.modelworker_list_free(recorded)
+    kernels.replay()
+    kernels.close()
     assert_close(out, x, weight)
     assert torch.equal(greedy[0], sums(cpu_library, x, weight).argmax(dim=1))

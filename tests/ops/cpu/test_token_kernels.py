@@ -8,6 +8,7 @@ from torch import Tensor
 
 from modelworker.ops.cpu.kernel_list import KernelList
 from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.cpu.memory_pool import MemoryPool
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 ROWS = pytest.mark.parametrize("rows", [0, 1, 3, 17])
@@ -194,9 +195,11 @@ def test_results_do_not_depend_on_the_number_of_threads(cpu_library: CpuLibrary,
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
-def test_a_recorded_list_reads_positions_slots_and_values_when_it_is_replayed(cpu_library: CpuLibrary) -> None:
+def test_a_recorded_list_reads_positions_slots_and_values_when_it_is_replayed(
+    cpu_library: CpuLibrary, memory_pool: MemoryPool
+) -> None:
     case = Heads(4, (4, 2), 32, 32, torch.bfloat16)
-    kernels = KernelList(cpu_library)
+    kernels = KernelList(memory_pool)
     with kernels.recording():
         cpu_library.ops.rotary_store_kv(
             case.query, case.key, case.value, None, None, 0.0, case.positions, case.cos_sin, False,

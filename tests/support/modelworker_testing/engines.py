@@ -14,9 +14,10 @@ from modelworker.worker.client.step import build_step
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.progress import LogProgress
-from modelworker.worker.settings import DeviceSettings, KvCacheSettings, ModelSettings, StepSettings, WorkerSettings
+from modelworker.worker.settings import CacheSettings, DeviceSettings, KvCacheSettings, ModelSettings, StepSettings, WorkerSettings
 from modelworker.worker.startup import build_engine
 from modelworker.worker.wire import parse_step
+from modelworker_testing.kernels import CACHE_FOLDER
 
 
 def tiny_settings(model: Path) -> WorkerSettings:
@@ -26,15 +27,18 @@ def tiny_settings(model: Path) -> WorkerSettings:
         kv_cache=KvCacheSettings(block_size=4, num_blocks=32),
         step=StepSettings(max_sequences=8, max_tokens_per_step=64),
         device=DeviceSettings(device="cpu", threads=1),
+        cache=CacheSettings(cache_dir=str(CACHE_FOLDER)),
     )
 
 
 @contextlib.contextmanager
-def engine_of(model: Path, settings: Callable[[Path], WorkerSettings] = tiny_settings) -> Iterator[Engine]:
+def engine_of(
+    model: Path, settings: Callable[[Path], WorkerSettings] = tiny_settings, counters: Counters | None = None
+) -> Iterator[Engine]:
     """Builds an engine, and leaves torch and the garbage collector as they were."""
     num_threads = torch.get_num_threads()
     try:
-        yield build_engine(settings(model), LogProgress(), Counters())
+        yield build_engine(settings(model), LogProgress(), counters or Counters())
     finally:
         torch.set_num_threads(num_threads)
         gc.unfreeze()

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.models import (
     AttentionMetadata,
     CausalLM,
@@ -27,10 +28,11 @@ def load_ours(
     dtype: torch.dtype = torch.float32,
     max_model_len: int | None = None,
     parallel: TensorParallel | None = None,
+    ops: OpSettings | None = None,
 ) -> CausalLM:
     """Loads a directory as the worker does."""
     config = load_model_config(directory)
-    model = build_model(config, dtype=dtype, max_model_len=max_model_len, parallel=parallel)
+    model = build_model(config, dtype=dtype, max_model_len=max_model_len, parallel=parallel, ops=ops)
     load_weights(model, Checkpoint.open(directory), device=torch.device("cpu"))
     return model
 

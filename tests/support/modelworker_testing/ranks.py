@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.models import TensorParallel
 from modelworker.worker.models.embedding import ParallelLMHead, VocabParallelEmbedding
 from modelworker.worker.models.linear import ColumnParallelLinear, RowParallelLinear
@@ -55,7 +56,7 @@ def model_logits(parallel: TensorParallel, directory: Path, num_kv_heads: int) -
 
 def layer_outputs(parallel: TensorParallel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Outputs of each kind of layer, with this rank's share of `weights`."""
-    options = {"dtype": torch.float32, "tp_rank": parallel.rank, "tp_size": parallel.size}
+    options = {"dtype": torch.float32, "ops": OpSettings(), "tp_rank": parallel.rank, "tp_size": parallel.size}
     hidden, inner, vocab = 16, 24, 7
     column = ColumnParallelLinear(hidden, inner, bias=True, prefix="column", **options)
     row = RowParallelLinear(inner, hidden, bias=True, prefix="row", **options)

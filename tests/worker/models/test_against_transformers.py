@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.models import AttentionMetadata, Checkpoint, build_model, load_model_config, load_weights
+from modelworker_testing.kernels import kernel_ops
 from modelworker_testing.paged_runs import PagedCache, load_ours, our_logits, random_prompt, run_ours
 from modelworker_testing.tiny_models import ARCHITECTURES, make_reference, reference_logits, save_reference
 
@@ -80,25 +82,32 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(params=["native", "c++"], scope="module")
+def ops(request: pytest.FixtureRequest) -> OpSettings:
+    return kernel_ops() if request.param == "c++" else OpSettings()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_logits_of_every_position_are_those_of_transformers(tmp_path: Path, variant: str, chunk: int | None) -> None:
+def test_logits_of_every_position_are_those_of_transformers(
+    tmp_path: Path, variant: str, chunk: int | None, ops: OpSettings
+) -> None:
     architecture, config = VARIANTS[variant]
     reference = save_reference(tmp_path, architecture, **config)
     prompts = [random_prompt(length) for length in (1, 23, 8, 40)]
-    for prompt, logits in zip(prompts, our_logits(load_ours(tmp_path), prompts, chunk=chunk), strict=True):
+    for prompt, logits in zip(prompts, our_logits(load_ours(tmp_path, ops=ops), prompts, chunk=chunk), strict=True):
         torch.testing.assert_close(logits, reference_logits(reference, prompt), **CLOSE)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("rope", ROPE_TYPES)
 def test_every_rope_type_is_that_of_transformers_up_to_four_times_the_original_length(
-    tmp_path: Path, rope: str, architecture: str
+    tmp_path: Path, rope: str, architecture: str, ops: OpSettings
 ) -> None:
     config: dict[str, Any] = {"sliding_window": None} if architecture == "MistralForCausalLM" else {}
     save_reference(tmp_path, architecture, max_position_embeddings=16, rope_parameters=dict(ROPE_TYPES[rope]), **config)
     prompts = [random_prompt(length) for length in (64, 15, 16, 17, 40)]
-    for prompt, logits in zip(prompts, our_logits(load_ours(tmp_path, max_model_len=64), prompts), strict=True):
+    for prompt, logits in zip(prompts, our_logits(load_ours(tmp_path, max_model_len=64, ops=ops), prompts), strict=True):
         # A new model each time: transformers keeps dynamic frequencies from one forward to the next.
         reference = make_reference(architecture, max_position_embeddings=16, rope_parameters=dict(ROPE_TYPES[rope]), **config)
         torch.testing.assert_close(logits, reference_logits(reference, prompt), **CLOSE)
@@ -127,11 +136,11 @@ def test_dynamic_rope_of_a_sequence_does_not_depend_on_the_others_in_the_step(tm
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 19, 20, 21])
-def test_a_sliding_window_of_n_sees_the_token_itself_and_n_minus_1_before_it(tmp_path: Path, window: int) -> None:
+def test_a_sliding_window_of_n_sees_the_token_itself_and_n_minus_1_before_it(tmp_path: Path, window: int, ops: OpSettings) -> None:
     reference = save_reference(tmp_path, "MistralForCausalLM", sliding_window=window)
     prompt = random_prompt(20)
     for chunk in (None, 1, 3):
-        logits = our_logits(load_ours(tmp_path), [prompt], chunk=chunk)[0]
+        logits = our_logits(load_ours(tmp_path, ops=ops), [prompt], chunk=chunk)[0]
         torch.testing.assert_close(logits, reference_logits(reference, prompt), **CLOSE)
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modelworker.ops.cpu.packing import WeightArena
+from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.models import TensorParallel, build_model, load_model_config
 from modelworker.worker.models.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -24,7 +26,7 @@ from modelworker_testing.tiny_models import save_reference
 
 
 def _mlp(tp_size: int) -> tuple[MergedColumnParallelLinear, RowParallelLinear]:
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "tp_rank": 0, "tp_size": tp_size}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": OpSettings(), "tp_rank": 0, "tp_size": tp_size}
     with torch.device("meta"):
         outputs = (OutputPart("gate_proj", 14336), OutputPart("up_proj", 14336))
         gate_up = MergedColumnParallelLinear(4096, outputs, prefix="mlp.gate_up_proj", **options)
@@ -59,7 +61,7 @@ def test_with_two_ranks_each_holds_half_of_each_weight() -> None:
 
 
 def test_constructors_allocate_nothing_on_meta() -> None:
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "prefix": "a.b"}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": OpSettings(), "prefix": "a.b"}
     with torch.device("meta"):
         layers = [
             ColumnParallelLinear(8, 8, bias=True, **options),
@@ -88,6 +90,7 @@ def test_query_heads_are_divided_and_kv_heads_divided_or_replicated(
                 num_kv_heads=num_kv_heads,
                 prefix="qkv_proj",
                 dtype=torch.float32,
+                ops=OpSettings(),
                 tp_rank=rank,
                 tp_size=tp_size,
             )
@@ -172,13 +175,13 @@ def test_a_model_divided_among_ranks_has_the_logits_of_the_whole(tmp_path: Path,
 class _ScaledMethod:
     """A linear method that stores int8 rows with a scale each, made from the weight once it is loaded."""
 
-    def create_weights(self, layer: nn.Module, *, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+    def create_weights(self, layer: nn.Module, *, in_features: int, out_features: int, dtype: torch.dtype, ops: OpSettings) -> None:
         layer.register_parameter("weight", nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False))
 
     def checkpoint_slots(self, layer: nn.Module, prefix: str, parts: Any) -> Any:
         return [part.weight_slot(f"{prefix}.weight") for part in parts]
 
-    def process_after_loading(self, layer: nn.Module) -> None:
+    def process_after_loading(self, layer: nn.Module, arena: WeightArena) -> None:
         weight = layer.get_parameter("weight")
         scale = weight.abs().amax(1, keepdim=True) / 127
         layer.register_buffer("scale", scale)
@@ -187,16 +190,13 @@ class _ScaledMethod:
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, layer.get_parameter("weight").to(x.dtype) * layer.get_buffer("scale"), bias)
 
-    def apply_float32(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return self.apply(layer, x, None).float()
-
 
 def test_a_linear_method_decides_how_a_weight_is_stored_and_applied() -> None:
-    layer = RowParallelLinear(24, 16, bias=True, prefix="row", dtype=torch.float32, method=_ScaledMethod())
+    layer = RowParallelLinear(24, 16, bias=True, prefix="row", dtype=torch.float32, ops=OpSettings(), method=_ScaledMethod())
     weights = _weights()
     layer.get_parameter("weight").copy_(weights["row.weight"])
     layer.get_parameter("bias").copy_(weights["row.bias"])
-    layer.process_after_loading(torch.device("cpu"))
+    layer.process_after_loading(torch.device("cpu"), WeightArena())
     assert layer.get_parameter("weight").dtype == torch.int8
     expected = F.linear(weights["y"], weights["row.weight"], weights["row.bias"])
     torch.testing.assert_close(layer(weights["y"]), expected, atol=0.2, rtol=0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from modelworker.ops.op_settings import OpSettings
+from modelworker.ops.cpu.packing import WeightArena
 from modelworker.worker.models.causal_lm import AttentionMetadata
 from modelworker.worker.models.rope import (
     DynamicRotaryEmbedding,
@@ -154,12 +154,12 @@ def test_dynamic_angles_of_each_sequence_are_those_of_its_own_length(
     sequences: list[tuple[int, int]], padded_tokens: int, factor: float
 ) -> None:
     rope = RopeConfig(rope_type="dynamic", factor=factor, original_max_position_embeddings=64)
-    layer = DynamicRotaryEmbedding(rope, head_dim=16, ops=OpSettings())
-    layer.process_after_loading(torch.device("cpu"))
+    layer = DynamicRotaryEmbedding(rope, head_dim=16)
+    layer.process_after_loading(torch.device("cpu"), WeightArena())
     query_lens = [query for query, _ in sequences]
     seq_lens = [query + context for query, context in sequences]
     positions, attention = _step(query_lens, seq_lens, padded_tokens=padded_tokens)
-    angles = layer.angles(positions, attention)
+    angles = layer(positions, attention)
     assert torch.isfinite(angles.cos_sin).all()
     rows = angles.cos_sin[angles.rows]
     start = 0
@@ -173,8 +173,8 @@ def test_dynamic_angles_of_each_sequence_are_those_of_its_own_length(
 
 def _layer(rope: RopeConfig, head_dim: int, max_model_len: int) -> torch.nn.Module:
     with torch.device("meta"):
-        layer = make_rotary_embedding(rope, head_dim=head_dim, max_model_len=max_model_len, ops=OpSettings())
-    layer.process_after_loading(torch.device("cpu"))
+        layer = make_rotary_embedding(rope, head_dim=head_dim, max_model_len=max_model_len)
+    layer.process_after_loading(torch.device("cpu"), WeightArena())
     return layer
 
 
@@ -201,8 +201,6 @@ def test_dynamic_exponents_stay_float32_when_the_model_is_cast_to_bfloat16() -> 
 
 def test_a_layer_made_on_meta_follows_to_a_device_with_its_own_dtype() -> None:
     with torch.device("meta"):
-        layer = make_rotary_embedding(
-            RopeConfig(original_max_position_embeddings=64), head_dim=16, max_model_len=64, ops=OpSettings()
-        )
+        layer = make_rotary_embedding(RopeConfig(original_max_position_embeddings=64), head_dim=16, max_model_len=64)
     assert layer.to_empty(device="cpu").get_buffer("cos_sin").dtype == torch.float32
     assert not layer.get_buffer("cos_sin").is_meta

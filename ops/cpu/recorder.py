@@ -1,0 +1,271 @@
+"""Recording of what a step really runs: the library's kernels as lists, any other op as a call that is made again.
+
+Ops are seen where torch dispatches them, so the model's own code decides what is recorded. Code that computes without torch's
+dispatcher, such as a compiled piece, isn't seen: what is recorded must be plain modules.
+"""
+
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from modelworker.ops.cpu.bound_call import BoundCall, returned_tensors
+from modelworker.ops.cpu.kernel_list import KernelList
+from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.cpu.memory_pool import MemoryPool
+
+T = TypeVar("T")
+
+_aten: Final = torch.ops.aten
+_ALLOCATIONS: Final = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
+)
+_DEPENDS_ON_VALUES: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+# They read a tensor's values without an op.
+_READS: Final = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+_TENSOR_TYPES: Final = frozenset({"Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]"})
+_TORCH_FOLDER: Final = str(Path(torch.__file__).parent)
+
+
+class UnrecordableError(Exception):
+    """A step does something that a replay can't do again. Its text names the op and the line of Python that called it."""
+
+
+class RecordedStep(Generic[T]):
+    """A recorded step, which runs again on the same memory with whatever its inputs hold by then.
+
+    Whoever records keeps the inputs. What the step returned is kept here; what else it allocated, the pool's other steps overwrite.
+
+    Attributes:
+        outputs: what the recorded callable returned. A replay writes new values into the same tensors.
+    """
+
+    def __init__(self, outputs: T, segments: list[KernelList | BoundCall], kept: list[Tensor]) -> None:
+        self.outputs = outputs
+        self._segments = segments
+        self._kept = kept
+
+    @property
+    def num_kernels(self) -> int:
+        """Of the library."""
+        return sum(len(segment) for segment in self._segments if isinstance(segment, KernelList))
+
+    @property
+    def num_bound_calls(self) -> Mapping[str, int]:
+        """How often each other op is called; without any, a replay is one parallel region."""
+        return Counter(segment.name for segment in self._segments if isinstance(segment, BoundCall))
+
+    def replay(self) -> None:
+        """Hot path: runs the step again."""
+        for segment in self._segments:
+            segment.replay()
+
+    def close(self) -> None:
+        """Lets go of the lists and of all tensors but the outputs, which are the caller's."""
+        for segment in self._segments:
+            segment.close()
+        self._kept.clear()
+
+
+class Recorder:
+    """Records steps whose intermediate results share a pool. The largest should be recorded first: the others fit into its memory.
+
+    Args:
+        library: the kernels that are recorded as such.
+    """
+
+    def __init__(self, library: CpuLibrary) -> None:
+        self._pool = MemoryPool(library)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the pool."""
+        return self._pool.num_bytes
+
+    def close(self) -> None:
+        """Frees the pool, as soon as no step and no output uses it."""
+        self._pool.close()
+
+    def record(self, run: Callable[[], T]) -> RecordedStep[T]:
+        """Runs a step once, in inference mode, and records what it runs on this thread.
+
+        Raises:
+            UnrecordableError: the step depends on a tensor's values, or computes on another device.
+        """
+        mode = _Recording(self._pool)
+        try:
+            with torch.inference_mode(), mode.kernels, _ValueGuard(mode), mode:
+                mode.resume()
+                outputs = run()
+        except BaseException:
+            mode.abandon()
+            raise
+        return RecordedStep(outputs, mode.finish(), list(mode.kept.values()))
+
+
+class _Recording(TorchDispatchMode):
+    """Sorts the ops of a step as torch dispatches them.
+
+    Attributes:
+        kernels: of this thread are recorded while this is entered.
+        kept: the tensors outside of the pool that kernels use, by their storages.
+        is_inside: whether an op is being run.
+    """
+
+    def __init__(self, pool: MemoryPool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = ExitStack()
+        self.kept: dict[int, Tensor] = {}
+        self.is_inside = False
+        self._pool = pool
+        self._library = pool.library
+        self._list = KernelList(pool)
+        self._segments: list[KernelList | BoundCall] = [self._list]
+
+    def resume(self) -> None:
+        """Appends kernels to the last list."""
+        self.kernels.enter_context(self._list.recording())
+
+    def finish(self) -> list[KernelList | BoundCall]:
+        """Returns the recorded lists and calls, in order."""
+        return [segment for segment in self._segments if isinstance(segment, BoundCall) or len(segment) > 0]
+
+    def abandon(self) -> None:
+        """Frees everything."""
+        for segment in self._segments:
+            segment.close()
+        self.kept.clear()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs an op, and records it."""
+        kwargs = kwargs or {}
+        is_kernel = func.namespace == self._library.level.namespace
+        # In inference mode torch dispatches an op that is made of others as a whole, although some of them may be views.
+        if not is_kernel and func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        self.is_inside = True
+        try:
+            return self._run_kernel(func, args, kwargs) if is_kernel else self._run_other(func, args, kwargs)
+        finally:
+            self.is_inside = False
+
+    def _run_kernel(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in _tensors_of(args, kwargs):
+            if not self._pool.holds(tensor):
+                self.kept[_storage_of(tensor)] = tensor
+        return op(*args, **kwargs)
+
+    def _run_other(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _check_recordable(op, args)
+        tensors = _tensors_of(args, kwargs)
+        before = [_memory_of(tensor) for tensor in tensors]
+        with self._paused():
+            result = op(*args, **kwargs)
+        for tensor in returned_tensors(result):
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                raise _unrecordable(f"{op} returns a {tensor.layout} tensor on {tensor.device}")
+        only_changes_view = torch.Tag.inplace_view in op.tags
+        if not only_changes_view and before != [_memory_of(tensor) for tensor in tensors]:
+            raise _unrecordable(f"{op} gives an argument other memory")
+        storages = {_storage_of(tensor) for tensor in tensors}
+        new = [tensor for tensor in returned_tensors(result) if _storage_of(tensor) not in storages]
+        pool_empty = self._library.ops.pool_empty
+        pooled = {id(tensor): pool_empty(tensor.shape, tensor.stride(), tensor.dtype) for tensor in new}
+        if op.overloadpacket not in _ALLOCATIONS and (new or (op._schema.is_mutable and not only_changes_view)):
+            for tensor in new:
+                pooled[id(tensor)].copy_(tensor)
+            self._bind(op, args, kwargs, [pooled.get(id(tensor)) for tensor in returned_tensors(result)])
+        return tree_map_only(Tensor, lambda tensor: pooled.get(id(tensor), tensor), result)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Records no kernels: what an op runs is done again by the op."""
+        self.kernels.close()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def _bind(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor | None]) -> None:
+        """Ends the list, keeps a call behind it, and begins another list."""
+        aliases: dict[int, Tensor] = {}
+
+        def alias(tensor: Tensor) -> Tensor:
+            # One alias for each tensor: an op may ask whether two arguments are the same one.
+            if id(tensor) not in aliases:
+                aliases[id(tensor)] = self._alias(op, tensor)
+            return aliases[id(tensor)]
+
+        bound_args, bound_kwargs, bound_outputs = tree_map_only(Tensor, alias, (args, kwargs, outputs))
+        self.kernels.close()
+        self._list = KernelList(self._pool)
+        self._segments += [BoundCall(op, bound_args, bound_kwargs, bound_outputs), self._list]
+        self.resume()
+
+    def _alias(self, op: OpOverload, tensor: Tensor) -> Tensor:
+        """Returns a tensor for a call to keep, which doesn't keep memory of the pool from being used again behind the call."""
+        if not self._pool.holds(tensor):
+            return tensor
+        if tensor.is_conj() or tensor.is_neg():
+            raise _unrecordable(f"{op} takes a tensor whose elements are computed when they are read")
+        result: Tensor = self._library.ops.pool_alias(tensor)
+        return result
+
+
+class _ValueGuard(TorchFunctionMode):
+    """Refuses what reads a tensor's values without an op, but inside of ops."""
+
+    def __init__(self, recording: _Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _READS and not self._recording.is_inside:
+            raise _unrecordable(f"Tensor.{func.__name__} depends on a tensor's values")
+        return func(*args, **(kwargs or {}))
+
+
+def _check_recordable(op: OpOverload, args: tuple[Any, ...]) -> None:
+    if op is _aten.index.Tensor:
+        depends_on_values = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    else:
+        overloads = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
+        depends_on_values = any(tag in overload.tags for overload in overloads for tag in _DEPENDS_ON_VALUES)
+    if depends_on_values:
+        raise _unrecordable(f"{op} depends on a tensor's values")
+    if any(str(value.type) not in _TENSOR_TYPES for value in op._schema.returns):
+        raise _unrecordable(f"{op} returns something else than tensors")
+
+
+def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _unrecordable(reason: str) -> UnrecordableError:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH_FOLDER)):
+        frame = frame.f_back
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    return UnrecordableError(f"{path}:{line}: {linecache.getline(path, line).strip()}: {reason}")

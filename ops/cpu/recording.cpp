@@ -1,0 +1,53 @@
+#include "recording.h"
+
+#include <omp.h>
+
+#include <cstring>
+
+#include "barrier.h"
+
+namespace modelworker {
+namespace {
+
+thread_local List* recorded_list = nullptr;
+
+}  // namespace
+
+List* recording() { return recorded_list; }
+
+void List::append(const Launch& launch) {
+  auto arguments = std::make_unique<unsigned char[]>(launch.num_argument_bytes);
+  std::memcpy(arguments.get(), launch.arguments, launch.num_argument_bytes);
+  launches_.push_back({launch.body, std::move(arguments)});
+}
+
+void List::replay() const {
+  Barrier barrier;
+#pragma omp parallel
+  {
+    const Team team{omp_get_thread_num(), omp_get_num_threads()};
+    for (const Recorded& launch : launches_) {
+      launch.body(launch.arguments.get(), team);
+      barrier.wait(team.count);
+    }
+  }
+}
+
+}  // namespace modelworker
+
+// Lists, for Python (ctypes).
+extern "C" {
+void* modelworker_list_new(const void* pool) {
+  return new modelworker::List(*static_cast<const std::shared_ptr<modelworker::MemoryPool>*>(pool));
+}
+void modelworker_list_free(void* list) { delete static_cast<modelworker::List*>(list); }
+// Launches of this thread are appended to the list (and still run) until recording ends. False: the thread records another list.
+bool modelworker_record_begin(void* list) {
+  if (modelworker::recorded_list != nullptr) return false;
+  modelworker::recorded_list = static_cast<modelworker::List*>(list);
+  return true;
+}
+void modelworker_record_end() { modelworker::recorded_list = nullptr; }
+size_t modelworker_list_size(const void* list) { return static_cast<const modelworker::List*>(list)->size(); }
+void modelworker_list_replay(const void* list) { static_cast<const modelworker::List*>(list)->replay(); }
+}

@@ -1,0 +1,36 @@
+// Recorded lists of bodies, and the list that a thread is recording.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "launch.h"
+#include "memory_pool.h"
+
+namespace modelworker {
+
+// Bodies with copies of their argument blocks, which are bound to the memory that they were recorded with.
+class List {
+ public:
+  explicit List(std::shared_ptr<MemoryPool> pool) : pool_(std::move(pool)) {}
+
+  void append(const Launch& launch);
+  // Runs the bodies in order, with a barrier behind each, in one parallel region.
+  void replay() const;
+  size_t size() const { return launches_.size(); }
+  const std::shared_ptr<MemoryPool>& pool() const { return pool_; }
+
+ private:
+  struct Recorded {
+    Body body;
+    std::unique_ptr<unsigned char[]> arguments;
+  };
+
+  // What kernels leave for each other, and what an op uses while it runs, lies in the pool.
+  std::shared_ptr<MemoryPool> pool_;
+  std::vector<Recorded> launches_;
+};
+
+// The list that this thread is recording, or null.
+List* recording();
+
+}  // namespace modelworker
