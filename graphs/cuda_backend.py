@@ -1,0 +1,135 @@
+"""Graphs on CUDA: `torch.cuda.CUDAGraph`, all in one pool and captured on one stream."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelworker.graphs.backend import Tensors, span_bytes
+
+
+class CudaReplay:
+    """An instantiated CUDA graph."""
+
+    def __init__(self, graph: Any, synchronize: Callable[[], None]) -> None:
+        self._graph = graph
+        self._synchronize = synchronize
+        self._launch = graph.replay
+
+    def __call__(self) -> None:
+        """Hot path: launches the graph on the current stream and returns; nothing is waited for."""
+        self._launch()
+
+    def close(self) -> None:
+        """Waits until the device has run the graph, then frees it."""
+        self._synchronize()
+        self._graph.reset()
+
+
+class CudaGraphBackend:
+    """Captures on one CUDA device.
+
+    `torch.cuda.graph` would synchronize the device and empty the allocator's cache at every capture. Here both happen once, when
+    the session is opened, and captures are begun and ended directly.
+
+    Args:
+        device: with its index.
+        cuda: the module `torch.cuda`, or what stands in for it.
+    """
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._stream = cuda.Stream(device)
+        self._pool = cuda.graph_pool_handle()
+        self._in_session = False
+        self._driver_bytes = 0
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Makes the stream of all captures the current one.
+
+        The device is synchronized at the start, so that cached memory can be freed for the pool, and at the end, so that an error
+        of a warm-up run is raised here and not in a later step.
+        """
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+        before = self._bytes_outside_allocator()
+        current = self._cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        self._in_session = True
+        try:
+            with self._cuda.stream(self._stream):
+                yield
+        finally:
+            self._in_session = False
+        current.wait_stream(self._stream)
+        self._cuda.synchronize(self._device)
+        self._driver_bytes += max(self._bytes_outside_allocator() - before, 0)
+
+    def capture(self, run: Callable[[], Tensors]) -> tuple[CudaReplay, Tensors]:
+        """Captures what a callable launches.
+
+        Only this thread is held to the rules of a capture (`thread_local`): what other threads do with CUDA can't break it.
+
+        Raises:
+            RuntimeError: no session is open, or CUDA refuses what the callable does.
+        """
+        if not self._in_session:
+            raise RuntimeError("a CUDA graph is captured within the backend's session, on its stream")
+        graph = self._cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = run()
+        except BaseException:
+            # An error may have invalidated the capture: ending it frees the stream, and reports once more what is raised already.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            graph.reset()
+            raise
+        try:
+            graph.capture_end()
+        except BaseException:
+            graph.reset()
+            raise
+        return CudaReplay(graph, lambda: self._cuda.synchronize(self._device)), outputs
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor in the same memory that doesn't own it."""
+        if tensor.numel() == 0:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        memory = torch.as_tensor(_Memory(tensor.data_ptr(), span_bytes(tensor)), device=tensor.device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pool, and what the driver took for the graphs themselves."""
+        pool = sum(
+            segment["total_size"] for segment in self._cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == self._pool
+        )
+        return int(pool) + self._driver_bytes
+
+    def close(self) -> None:
+        """Returns the pool, which no graph uses any more, to the device."""
+        self._cuda.empty_cache()
+        self._driver_bytes = 0
+
+    def _bytes_outside_allocator(self) -> int:
+        """Returns what this device's memory holds beyond torch's allocator: context, modules, instantiated graphs."""
+        free, total = self._cuda.mem_get_info(self._device)
+        return int(total - free - self._cuda.memory_reserved(self._device))
+
+
+class _Memory:
+    """Device memory in the form of the CUDA array interface, version 3, which torch takes without a copy."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+        }
