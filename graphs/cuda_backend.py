@@ -31,8 +31,8 @@ class CudaReplay:
 class CudaGraphBackend:
     """Captures on one CUDA device.
 
-    `torch.cuda.graph` would synchronize the device and empty the allocator's cache at every capture. Here both happen once, when
-    the session is opened, and captures are begun and ended directly.
+    `torch.cuda.graph` would synchronize the device and empty the allocator's cache at every capture. Here both happen only when
+    the session is opened and closed, and captures are begun and ended directly.
 
     Args:
         device: with its index.
@@ -67,6 +67,8 @@ class CudaGraphBackend:
             self._in_session = False
         current.wait_stream(self._stream)
         self._cuda.synchronize(self._device)
+        # What warm-up runs left in the allocator's cache is of use to their stream only.
+        self._cuda.empty_cache()
         self._driver_bytes += max(self._bytes_outside_allocator() - before, 0)
 
     def capture(self, run: Callable[[], Tensors]) -> tuple[CudaReplay, Tensors]:

@@ -101,7 +101,7 @@ class GraphSet:
 
         Args:
             dispatcher: loses the modes that can't be captured.
-            inputs_for: stages a harmless batch for a key, and returns the program's inputs for it, in static buffers.
+            inputs_for: stages a harmless batch for a key, and returns the step's inputs for it, in static buffers.
             progress: called after each key.
 
         Raises:
@@ -142,7 +142,7 @@ class GraphSet:
             inputs: as at the capture, with new values; see the program of the key's mode.
 
         Returns:
-            the program's outputs, padded, valid until any key is run again or the set is closed.
+            the step's outputs, padded, valid until any key is run again or the set is closed.
 
         Raises:
             UnknownKeyError: the key was not captured.

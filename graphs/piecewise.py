@@ -125,8 +125,6 @@ class PiecewiseGraphs:
                     for (value, is_fixed), result in zip(planned.writes, results, strict=True):
                         static[value] = result if is_fixed else None
                 _store(values, planned, results)
-                # Only `values` may keep memory from returning to the pool.
-                del run, results
         except BaseException:
             _close(replays)
             raise

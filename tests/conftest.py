@@ -11,8 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Sums split over another number of threads round differently. Workers that tests start inherit this.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Two threads that wait for each other stand still whenever another process has one of the cores, and tests start many of those.
+# Workers that tests start inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A test that reached for a model hub would pass on one machine and fail on the next.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # One folder for all workers that tests start: what one compiles, the others find.

@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from modelworker.worker.batch import (
     BoolArray,
     GraphExecution,
-    GraphMode,
     IndexArray,
     Int32Array,
     SampledLogprobs,
@@ -27,26 +25,27 @@ from modelworker.worker.batch import (
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import FatalEngineError
 from modelworker.worker.kv_cache import KvCache
-from modelworker.worker.models.causal_lm import AttentionMetadata, CausalLM
+from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.sampling import Samples, greedy_samples, sample
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _StagedStep:
-    """A step on the device."""
-
-    token_ids: Tensor
-    positions: Tensor
-    attention: AttentionMetadata
+from modelworker.worker.step_runner import StepRunner, Way
 
 
 class Engine:
     """A loaded model with its KV cache, ready to execute steps."""
 
-    def __init__(self, *, model: CausalLM, kv_cache: KvCache, description: WorkerDescription, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        kv_cache: KvCache,
+        runner: StepRunner,
+        description: WorkerDescription,
+        device: torch.device,
+    ) -> None:
         self.description = description
         self.model = model
         self.kv_cache = kv_cache
+        self.runner = runner
         self._device = device
         # Seeds of the rows whose seed the router leaves open.
         self._open_seeds = np.random.default_rng()
@@ -57,19 +56,25 @@ class Engine:
         Raises:
             FatalEngineError: the device reports a fault, after which its context can't be used any more.
         """
+        return self.step_as(batch, Way(self.runner.choose(batch)))
+
+    def step_as(self, batch: StepBatch, way: Way) -> StepResult:
+        """Hot path: executes a step in a given way, for checks and measurements; see `step`."""
         try:
-            return self._execute(batch)
+            return self._execute(batch, way)
         except torch.AcceleratorError as error:
             raise FatalEngineError(f"{self._device}: {error}") from error
 
-    def _execute(self, batch: StepBatch) -> StepResult:
+    def _execute(self, batch: StepBatch, way: Way) -> StepResult:
         with torch.inference_mode():
             begun = time.monotonic_ns()
-            staged = self._stage(batch)
-            prepared = time.monotonic_ns()
-            hidden = self.model(staged.token_ids, staged.positions, staged.attention, self.kv_cache.layers)
+            inputs = self.runner.stage(batch, way.choice.key)
             sampled_rows = np.flatnonzero(batch.sample)
-            last_states = hidden[batch.query_starts[1:][sampled_rows] - 1]
+            # The usual decode: a row is a token, and each one samples.
+            is_plain_decode = batch.num_tokens == batch.num_sequences == len(sampled_rows)
+            prepared = time.monotonic_ns()
+            hidden, execution = self.runner.decode(batch, inputs, way)
+            last_states = hidden if is_plain_decode else hidden[batch.query_starts[1:][sampled_rows] - 1]
             if batch.sampling is None:
                 token_ids, _, finite = self.model.greedy(last_states)
                 forwarded = time.monotonic_ns()
@@ -79,32 +84,16 @@ class Engine:
                 forwarded = time.monotonic_ns()
                 parameters = _parameters_of(batch.sampling, sampled_rows)
                 samples = sample(logits, parameters, self._seeds(parameters), batch.seq_lens[sampled_rows])
-            hidden_finite = self._finite_rows(batch, hidden)
+            # What is not finite in the state that a token was sampled from isn't finite in its logits either.
+            hidden_finite = np.ones(len(sampled_rows), np.bool_) if is_plain_decode else self._finite_rows(batch, hidden)
             sampled = time.monotonic_ns()
-        result = _assemble(batch, sampled_rows, samples, hidden_finite, self.description.kv_cache.block_size)
+        result = _assemble(batch, sampled_rows, samples, hidden_finite, execution, self.description.kv_cache.block_size)
         timings = StepTimings(prepare_ns=prepared - begun, forward_ns=forwarded - prepared, sample_ns=sampled - forwarded)
         return dataclasses.replace(result, timings=timings)
 
     def reset_kv_cache(self) -> None:
         """Fills the KV cache with zeros."""
         self.kv_cache.zero()
-
-    def _stage(self, batch: StepBatch) -> _StagedStep:
-        slots = batch.slots(self.description.kv_cache.block_size)
-
-        def to_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-        return _StagedStep(
-            to_device(batch.token_ids),
-            to_device(batch.positions),
-            AttentionMetadata(
-                query_starts=to_device(batch.query_starts),
-                seq_lens=to_device(batch.seq_lens),
-                block_tables=to_device(batch.block_tables),
-                slots=to_device(slots),
-            ),
-        )
 
     def _seeds(self, parameters: SamplingBatch) -> UInt64Array:
         open_seeds = self._open_seeds.integers(0, 2**64, size=len(parameters.seed), dtype=np.uint64)
@@ -123,7 +112,12 @@ def _parameters_of(sampling: SamplingBatch, rows: IndexArray) -> SamplingBatch:
 
 
 def _assemble(
-    batch: StepBatch, sampled_rows: IndexArray, samples: Samples, hidden_finite: BoolArray, block_size: int
+    batch: StepBatch,
+    sampled_rows: IndexArray,
+    samples: Samples,
+    hidden_finite: BoolArray,
+    execution: GraphExecution,
+    block_size: int,
 ) -> StepResult:
     """Puts the samples of the sampling rows into the order of all rows, failed rows apart."""
     finite = hidden_finite.copy()
@@ -138,13 +132,7 @@ def _assemble(
         logprobs=_assemble_logprobs(batch, sampled_rows, samples, succeeded),
         sequence_errors=failures,
         tainted_block_ids=_tainted_blocks(batch, [failure.index for failure in failures], block_size),
-        graph=GraphExecution(
-            mode=GraphMode.NONE,
-            padded_tokens=batch.num_tokens,
-            padded_sequences=batch.num_sequences,
-            compiled=False,
-            fallback_reason="disabled",
-        ),
+        graph=execution,
     )
 
 

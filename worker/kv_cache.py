@@ -5,6 +5,7 @@ tokens lie together. Block 0 is the null block: it belongs to nobody and fills t
 """
 
 import hashlib
+import math
 import mmap
 from dataclasses import dataclass
 
@@ -78,15 +79,21 @@ class KvCache:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self._mapping: mmap.mmap | None = None
-        shape = (geometry.num_layers, 2, num_blocks, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
+        shape = (num_blocks, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
+        num_tensors, num_elements = 2 * geometry.num_layers, math.prod(shape)
         if device.type == "cpu":
             self._mapping = mmap.mmap(-1, num_blocks * geometry.bytes_per_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
-            self._memory = torch.frombuffer(self._mapping, dtype=geometry.dtype).view(shape)
+            size = num_elements * geometry.dtype.itemsize
+            tensors = [
+                torch.frombuffer(self._mapping, dtype=geometry.dtype, count=num_elements, offset=index * size).view(shape)
+                for index in range(num_tensors)
+            ]
         else:
-            self._memory = torch.zeros(shape, dtype=geometry.dtype, device=device)
-        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple((layer[0], layer[1]) for layer in self._memory)
+            tensors = [torch.zeros(shape, dtype=geometry.dtype, device=device) for _ in range(num_tensors)]
+        # Each is a storage of its own: a compiler must see that a write to one leaves the others as they are.
+        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(tensors[::2], tensors[1::2], strict=True))
 
     def zero(self) -> None:
         """Fills the whole cache with zeros, at the same addresses."""
@@ -94,7 +101,9 @@ class KvCache:
             # Private anonymous pages come back as zeros, and until then cost neither memory nor time.
             self._mapping.madvise(mmap.MADV_DONTNEED)
         else:
-            self._memory.zero_()
+            for layer in self.layers:
+                for cache in layer:
+                    cache.zero_()
 
     def describe(self) -> KvCacheDescription:
         """Returns what WorkerInfo says of the cache."""

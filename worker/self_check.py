@@ -1,13 +1,12 @@
 """What runs before readiness: every kind of step once, so that the first real one is not slow, and checks of what came out."""
 
 import time
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from modelworker.worker.batch import Int32Array, SamplingBatch, StepBatch, StepResult
+from modelworker.worker.batch import Int32Array, StepBatch, StepResult
+from modelworker.worker.check_batch import CheckRow, CheckSampling, make_check_batch
 from modelworker.worker.description import SelfCheck
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError
@@ -21,6 +20,7 @@ _NUM_CHUNKS = 6
 _NUM_DECODES = 3
 # All tokens that start-up uses: enough to tell positions apart.
 _NUM_TOKEN_IDS = 16
+_WITH_LOGPROBS = CheckSampling()
 
 
 def check_products(dtype: torch.dtype, device: torch.device) -> str:
@@ -85,9 +85,12 @@ def _warm_up_batches(engine: Engine, random: np.random.Generator) -> list[StepBa
     blocks = [np.array([block + 1], np.int32) for block in range(num_rows)]
     prompt = _tokens(engine, random, prompt_len)
     return [
-        _batch([(prompt, 0, np.arange(1, num_blocks + 1, dtype=np.int32))]),
-        _batch([(_tokens(engine, random, 1), 0, block) for block in blocks]),
-        _batch([(_tokens(engine, random, 1), 0, blocks[0])], temperature=0.8, top_k=50, top_p=0.9, min_p=0.01),
+        make_check_batch([_row(prompt, 0, np.arange(1, num_blocks + 1, dtype=np.int32))], _WITH_LOGPROBS),
+        make_check_batch([_row(_tokens(engine, random, 1), 0, block) for block in blocks], _WITH_LOGPROBS),
+        make_check_batch([_row(_tokens(engine, random, 1), 0, block) for block in blocks]),
+        make_check_batch(
+            [_row(_tokens(engine, random, 1), 0, blocks[0])], CheckSampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
+        ),
     ]
 
 
@@ -104,17 +107,18 @@ def _compare_chunks_and_decodes(engine: Engine, random: np.random.Generator) -> 
     tokens = _tokens(engine, random, longest)
     whole = []
     for length in lengths:
-        whole.append(_logprob(_succeeded(engine, engine.step(_batch([(tokens[:length], 0, tables[0])]))), row=0))
+        batch = make_check_batch([_row(tokens[:length], 0, tables[0])], _WITH_LOGPROBS)
+        whole.append(_logprob(_succeeded(engine, engine.step(batch)), row=0))
     engine.reset_kv_cache()
     table, other = tables[0][::-1], tables[1]
     chunked, start = [], 0
     while start < longest:
         # The tokens before the first compared length in chunks, the rest one by one.
         length = max(min(_CHUNK_LEN, lengths[0] - 1 - start), 1)
-        rows = [(tokens[start : start + length], start, table)]
+        rows = [_row(tokens[start : start + length], start, table)]
         if length == 1 and not set(table) & set(other):
-            rows.append((tokens[:_CHUNK_LEN], 0, other))
-        result = _succeeded(engine, engine.step(_batch(rows)))
+            rows.append(_row(tokens[:_CHUNK_LEN], 0, other))
+        result = _succeeded(engine, engine.step(make_check_batch(rows, _WITH_LOGPROBS)))
         start += length
         if start in lengths:
             chunked.append(_logprob(result, row=0))
@@ -126,47 +130,10 @@ def _tokens(engine: Engine, random: np.random.Generator, count: int) -> Int32Arr
     return random.choice(vocabulary, count)
 
 
+def _row(tokens: Int32Array, context_len: int, blocks: Int32Array) -> CheckRow:
+    return CheckRow(token_ids=tokens, context_len=context_len, blocks=blocks)
+
+
 def _logprob(result: StepResult, *, row: int) -> float:
     assert result.logprobs is not None, "every row of the check asks for logprobs"
     return float(result.logprobs.values[row])
-
-
-def _batch(
-    rows: list[tuple[Int32Array, int, Int32Array]],
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> StepBatch:
-    """Makes a step of rows (tokens, context length, block table) that all sample, seeded, and want the chosen token's logprob."""
-
-    def filled(value: float, dtype: type[np.generic]) -> npt.NDArray[Any]:
-        return np.full(len(rows), value, dtype)
-
-    return StepBatch(
-        step_id=0,
-        worker_epoch=0,
-        router_id=0,
-        client_tag=0,
-        arrival_ns=time.monotonic_ns(),
-        deadline_ns=None,
-        digest=b"",
-        traceparent="",
-        query_lens=np.array([len(tokens) for tokens, _, _ in rows], np.int32),
-        context_lens=np.array([context for _, context, _ in rows], np.int32),
-        token_ids=np.concatenate([tokens for tokens, _, _ in rows]),
-        block_counts=np.array([len(table) for _, _, table in rows], np.int32),
-        block_ids=np.concatenate([table for _, _, table in rows]),
-        sample=filled(True, np.bool_),
-        sampling=SamplingBatch(
-            temperature=filled(temperature, np.float32),
-            top_k=filled(top_k, np.int32),
-            top_p=filled(top_p, np.float32),
-            min_p=filled(min_p, np.float32),
-            seed=filled(0, np.uint64),
-            has_seed=filled(True, np.bool_),
-            num_logprobs=filled(0, np.int32),
-            processed_logprobs=filled(False, np.bool_),
-        ),
-    )

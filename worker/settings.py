@@ -85,6 +85,26 @@ def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
+def positive_ints(text: str) -> tuple[int, ...]:
+    """Parses positive integers between commas.
+
+    Raises:
+        SettingsError: one of them is not.
+    """
+    return tuple(positive_int(word) for word in comma_separated(text))
+
+
+def optimization_level(text: str) -> int:
+    """Parses 0, 1, 2 or 3.
+
+    Raises:
+        SettingsError: the text is none of them.
+    """
+    if text.strip() not in ("0", "1", "2", "3"):
+        raise SettingsError(f"{text!r} is not an optimization level: expected 0, 1, 2 or 3")
+    return int(text)
+
+
 def fraction(text: str) -> float:
     """Parses a number in (0, 1].
 
@@ -108,7 +128,7 @@ def port_number(text: str) -> int:
     return int(text)
 
 
-def setting(default: Any, text: str, *, parse: Callable[[str], Any] = str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+def setting(default: Any, text: str, *, parse: Callable[[str], Any] = str, choices: tuple[Any, ...] = (), metavar: str = "") -> Any:
     """Declares a field of a settings class: its default, what `--help` says of it, and how its flag is parsed."""
     return field(default=default, metadata={"help": text, "parse": parse, "choices": choices, "metavar": metavar})
 
@@ -206,6 +226,47 @@ class OpsSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionSettings:
+    """How steps run: compiled, captured, or neither."""
+
+    optimization_level: int = setting(
+        2,
+        "0: plain modules; 1: compiled pieces; 2: compiled pieces and graphs; 3: the same, with kernels chosen by measurement",
+        parse=optimization_level,
+        choices=(0, 1, 2, 3),
+    )
+    enforce_eager: bool = setting(False, "neither compile nor capture; the same as --optimization-level 0")
+    graph_mode: str | None = setting(
+        None,
+        "what is captured; default: FULL_AND_PIECEWISE from optimization level 2 on, else NONE",
+        choices=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
+    )
+    decode_query_lens: tuple[int, ...] = setting(
+        (1,),
+        "query lengths that count as decode and get FULL graphs, e.g. 1,5 for 4 drafts; default: 1",
+        parse=positive_ints,
+        metavar="LIST",
+    )
+    decode_graph_sizes: tuple[int, ...] | None = setting(
+        None,
+        "numbers of tokens that FULL graphs are captured for; default: a ladder up to --max-sequences",
+        parse=positive_ints,
+        metavar="LIST",
+    )
+    mixed_graph_sizes: tuple[int, ...] | None = setting(
+        None,
+        "numbers of tokens that graphs of other batches are captured for; default: a ladder",
+        parse=positive_ints,
+        metavar="LIST",
+    )
+    compiler: str = setting(
+        "auto",
+        "who makes the code of a piece; eager: nobody, its ops are called one by one; auto: inductor",
+        choices=("auto", "inductor", "eager"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
     """Where compiled code is kept from one start to the next."""
 
@@ -255,5 +316,6 @@ class WorkerSettings:
     fencing: FencingSettings = field(default_factory=FencingSettings)
     device: DeviceSettings = field(default_factory=DeviceSettings)
     ops: OpsSettings = field(default_factory=OpsSettings)
+    execution: ExecutionSettings = field(default_factory=ExecutionSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

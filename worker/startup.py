@@ -11,21 +11,22 @@ from pathlib import Path
 
 import torch
 
-from modelworker.ops.attention import PagedAttention
+from modelworker.compiler.counters import CompileCounters
+from modelworker.ops.report import report_ops
 from modelworker.worker.counters import Counters
 from modelworker.worker.cpu_kernels import load_cpu_kernels
+from modelworker.worker.decoder_setup import DecoderParts, prepare_decoder
+from modelworker.worker.describe import describe_execution, describe_limits, describe_model, describe_versions
 from modelworker.worker.description import (
     Degradation,
-    ExecutionDescription,
-    ModelDescription,
     SelfCheck,
-    StepLimits,
     WorkerDescription,
 )
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SettingsError
+from modelworker.worker.execution_plan import plan_execution
 from modelworker.worker.kv_cache import KvCache
-from modelworker.worker.machine import choose_threads, read_cpu, read_machine
+from modelworker.worker.machine import choose_threads, read_machine
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.models.checkpoint import Checkpoint
 from modelworker.worker.models.config import ModelConfig
@@ -46,8 +47,8 @@ from modelworker.worker.plan import (
 )
 from modelworker.worker.progress import Progress
 from modelworker.worker.self_check import check_products, warm_up_and_check
-from modelworker.worker.settings import ModelSettings, WorkerSettings
-from modelworker.worker.versions import installed_versions
+from modelworker.worker.settings import WorkerSettings
+from modelworker.worker.step_buffers import StepBuffers
 
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
     if not settings.model.model:
         raise SettingsError("no model given: use --model DIR with a Hugging Face model directory")
     directory = Path(settings.model.model)
+    plan = plan_execution(settings.execution, settings.step)
     num_threads, threads_source = choose_threads(settings.device.threads, read_machine())
     torch.set_num_threads(num_threads)
     device = choose_device(settings.device)
@@ -74,26 +76,38 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
         max_model_len = choose_max_model_len(settings.model, config)
         products = check_products(dtype, device)
         kernels = load_cpu_kernels(settings, device, progress)
-        ops = plan_ops(settings.ops, device, kernels, compiles=False)
+        ops = plan_ops(settings.ops, device, kernels, compiles=plan.compiles, backend=plan.compiler)
         model = build_model(config, dtype=dtype, max_model_len=max_model_len, ops=ops)
         _check_that_all_fits(settings, config, model, dtype, device, max_model_len)
         loaded = _load_weights(model, directory, device, progress)
         kv_cache, tightness = _allocate_kv_cache(settings, config, dtype, device, max_model_len)
+        parts = DecoderParts(
+            model=model,
+            kv_cache=kv_cache,
+            buffers=_make_buffers(settings, kv_cache, max_model_len, device),
+            max_model_len=max_model_len,
+            vocab_size=config.vocab_size,
+            kernels=kernels,
+            device=device,
+            identity=_identity(config, model),
+        )
+        decoder = prepare_decoder(plan, parts, settings, CompileCounters(), progress)
+        kv_cache.zero()
         description = WorkerDescription(
-            model=_describe_model(settings.model, config, model, dtype, loaded, max_model_len),
+            model=describe_model(settings.model, config, model, dtype, loaded, max_model_len),
             kv_cache=kv_cache.describe(),
-            limits=_limits(settings),
-            execution=_describe_execution(device, num_threads, model),
-            self_check=SelfCheck(passed=True, findings=(products,)),
-            degradations=choice.degradations + kernels.degradations + tightness,
-            versions=_versions(device),
+            limits=describe_limits(settings),
+            execution=describe_execution(device, num_threads, model, decoder),
+            self_check=SelfCheck(passed=True, findings=(products, *decoder.findings)),
+            degradations=(*choice.degradations, *kernels.degradations, *tightness, *decoder.degradations),
+            versions=describe_versions(device),
             ops=describe_ops(model),
         )
-        engine = Engine(model=model, kv_cache=kv_cache, description=description, device=device)
+        engine = Engine(model=model, kv_cache=kv_cache, runner=decoder.runner, description=description, device=device)
         self_check = warm_up_and_check(engine, progress)
     engine.description = dataclasses.replace(
         description,
-        self_check=dataclasses.replace(self_check, findings=(products, *self_check.findings)),
+        self_check=dataclasses.replace(self_check, findings=(*description.self_check.findings, *self_check.findings)),
     )
     for degradation in engine.description.degradations:
         _logger.warning("degraded: %s: %s", degradation.reason, degradation.message)
@@ -136,61 +150,16 @@ def _allocate_kv_cache(
     return KvCache(plan.geometry, plan.num_blocks, device), degradations
 
 
-def _limits(settings: WorkerSettings) -> StepLimits:
-    return StepLimits(
+def _make_buffers(settings: WorkerSettings, kv_cache: KvCache, max_model_len: int, device: torch.device) -> StepBuffers:
+    return StepBuffers(
+        max_tokens=settings.step.max_tokens_per_step,
         max_sequences=settings.step.max_sequences,
-        max_tokens_per_step=settings.step.max_tokens_per_step,
-        max_steps_in_flight=settings.fencing.max_steps_in_flight,
-        max_message_bytes=settings.server.max_message_size,
-        max_feedback_sequences=0,
-        lease_idle_ms=round(settings.fencing.lease_idle_seconds * 1000),
-        max_replays=settings.fencing.max_replays,
+        max_blocks=-(-max_model_len // kv_cache.geometry.block_size),
+        device=device,
     )
 
 
-def _printable(name: str) -> str:
-    """A name that can be sent: bytes of a directory's name that are no UTF-8 are spelled out."""
-    return name.encode("utf-8", "backslashreplace").decode()
-
-
-def _describe_model(
-    settings: ModelSettings, config: ModelConfig, model: CausalLM, dtype: torch.dtype, loaded: LoadedWeights, max_model_len: int
-) -> ModelDescription:
-    return ModelDescription(
-        name=_printable(settings.served_model_name or Path(settings.model).resolve().name),
-        architecture=config.architecture,
-        weights_digest=loaded.digest,
-        config_digest=config.digest,
-        eos_token_ids=config.eos_token_ids,
-        dtype=str(dtype).removeprefix("torch."),
-        vocab_size=config.vocab_size,
-        max_model_len=max_model_len,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        num_parameters=loaded.num_parameters,
-    )
-
-
-def _describe_execution(device: torch.device, num_threads: int, model: CausalLM) -> ExecutionDescription:
-    return ExecutionDescription(
-        device=str(device),
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else read_cpu().name,
-        optimization_level=0,
-        graph_mode="NONE",
-        captured=(),
-        attention=_attention_in_use(model),
-        num_threads=num_threads,
-        tensor_parallel_size=1,
-    )
-
-
-def _attention_in_use(model: CausalLM) -> str:
-    return ", ".join(sorted({module.choice.implementation for module in model.modules() if isinstance(module, PagedAttention)}))
-
-
-def _versions(device: torch.device) -> Mapping[str, str]:
-    cuda = {"cuda": torch.version.cuda} if device.type == "cuda" and torch.version.cuda else {}
-    return {**installed_versions(), **cuda}
+def _identity(config: ModelConfig, model: CausalLM) -> Mapping[str, str]:
+    """What decides what the model computes, beside the shapes and dtypes of its tensors."""
+    ops = {f"op {report.name}": report.implementation for report in report_ops(model) if report.implementation}
+    return {"architecture": config.architecture, "config": config.digest, **ops}

@@ -147,6 +147,8 @@ class FewRowsEngine : public TileScores {
         totals[r][part] = _mm512_mul_ps(_mm512_load_ps(sums + r * sum_stride_ + part * 16), _mm512_set1_ps(rows.shrink[row + r]));
     for (int64_t token = 0; token < cached.count; token += 2) {
       if (token % 8 == 0) ahead.fetch(4);
+      if (token + kTokensAhead + 2 <= cached.count)
+        for (int64_t next = 0; next < 2; ++next) fetch_into_l1(cached.values[token + kTokensAhead + next] + slice * 32, Slices * 64);
       const BFloat16* even = values_of(cached, token);
       const BFloat16* odd = values_of(cached, token + 1);
       __m512bh values[2 * Slices];
@@ -166,6 +168,9 @@ class FewRowsEngine : public TileScores {
     for (int r = 0; r < Rows; ++r)
       for (int part = 0; part < 2 * Slices; ++part) _mm512_store_ps(sums + r * sum_stride_ + part * 16, totals[r][part]);
   }
+
+  // From the values that are added to those that are fetched into the L1 cache.
+  static constexpr int64_t kTokensAhead = 16;
 
   const int64_t sum_stride_;
   alignas(64) float turned_[4 * kStepTokens];               // [4 rows][tokens]

@@ -67,7 +67,7 @@ class TileScores {
   int64_t num_padded_rows() const { return num_groups_ * 16; }
 
   void multiply_keys(const Cached<BFloat16>& cached, Ahead<BFloat16>& ahead) {
-    for (int64_t i = 0; i < cached.count; i += 64) {
+    for (int64_t i = 0; i < cached.count; i += kGroupTokens) {
       const BFloat16* keys[4];
       int64_t stride = key_stride_;
       for (int64_t tile = 0; tile < 4; ++tile) {
@@ -75,6 +75,8 @@ class TileScores {
         const int64_t token = i + tile * 16 < cached.count ? i + tile * 16 : i;
         keys[tile] = reads_keys_in_place_ ? cached.keys[token] : copy_keys(cached, token, tile);
         ahead.fetch(4);
+        if (token + kGroupTokens + 16 <= cached.count)
+          for (int64_t next = 0; next < 16; ++next) fetch_into_l1(cached.keys[token + kGroupTokens + next], head_dim_ * 2);
       }
       if (!reads_keys_in_place_) stride = num_slices_ * 32;
       for (int64_t group = 0; group < num_groups_; group += 2) {
@@ -90,6 +92,8 @@ class TileScores {
 
  protected:
   static constexpr int64_t kMaxSteps = kStepTokens / 32;
+  // Tokens of four tiles of keys.
+  static constexpr int64_t kGroupTokens = 64;
 
   // Elements slice * 32 .. of a row of the cache; those behind the head are 0.
   __m512i load_slice(const BFloat16* row, int64_t slice) const {

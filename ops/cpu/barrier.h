@@ -32,7 +32,7 @@ class Barrier {
   }
 
  private:
-  static constexpr int kSpins = 1 << 14;
+  static constexpr int kSpins = 1 << 9;
   std::atomic<int> arrived_{0};
   std::atomic<int> round_{0};
 };

@@ -20,7 +20,7 @@ class CpuLibrary:
     Attributes:
         level: what it was compiled for.
         ops: its torch ops, as attributes.
-        functions: its C functions (see recording.cpp and memory_pool.cpp).
+        functions: its C functions (see recording.cpp, memory_pool.cpp and read_bandwidth.cpp).
     """
 
     level: IsaLevel
@@ -72,6 +72,7 @@ def _functions(path: Path) -> ctypes.CDLL:
         ("list_replay", None, pointer),
         ("record_begin", flag, pointer),
         ("record_end", None),
+        ("read_seconds", ctypes.c_double, pointer, ctypes.c_int64),
     ):
         function = getattr(functions, f"modelworker_{name}")
         function.restype, function.argtypes = result, arguments

@@ -55,8 +55,9 @@ void multiply_tiles(
   }
   for (int64_t step = 0; step < steps; ++step) {
     prefetch.step();
-    _tile_loadd(6, weights, 2 * kLineBytes);
-    _tile_loadd(7, weights + kTileInputs, 2 * kLineBytes);
+    // A hint that weights won't be read again soon, so that x stays in the caches: 0 to 3 % of a product.
+    _tile_stream_loadd(6, weights, 2 * kLineBytes);
+    _tile_stream_loadd(7, weights + kTileInputs, 2 * kLineBytes);
     _tile_loadd(4, x, kLineBytes);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);

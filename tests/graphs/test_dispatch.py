@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from modelworker.graphs.dispatch import Choice, Dispatcher, Reason
 from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey
-from modelworker_testing.graph_batches import Rows, rows_that_hit, settings_of_graphs, shape_of
+from modelworker_testing.graph_batches import Rows, rows_that_hit, shape_of
+from modelworker_testing.graph_settings import settings_of_graphs
 
 FULL, PIECEWISE, NONE = RuntimeMode.FULL, RuntimeMode.PIECEWISE, RuntimeMode.NONE
 Expected = tuple[str, int | None, int | None, int | None, str]

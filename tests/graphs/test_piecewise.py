@@ -223,6 +223,15 @@ def test_only_inputs_that_pieces_read_have_to_stay_where_they_were() -> None:
         graphs.replay(KEY, (metadata, x.clone()))
 
 
+def test_an_input_in_the_same_memory_with_other_strides_is_refused() -> None:
+    graphs = PiecewiseGraphs([_piece(lambda x: (x + 1,), (0,), 1)], num_inputs=1, outputs=(1,))
+    square = torch.arange(4.0).view(2, 2)
+    graphs.capture(KEY, (square,), _backend())
+    with pytest.raises(StaleInputError, match=r"is torch.float32 \[2, 2\] with strides \[1, 2\]"):
+        graphs.replay(KEY, (square.T,))
+    graphs.replay(KEY, (square.view(4).view(2, 2),))
+
+
 def test_inputs_that_pieces_read_are_kept_alive() -> None:
     graphs = PiecewiseGraphs([_piece(lambda x: (x + 1,), (0,), 1)], num_inputs=1, outputs=(1,))
     inputs = torch.zeros(4)

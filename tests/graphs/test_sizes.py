@@ -6,7 +6,7 @@ from hypothesis import given
 from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey, make_key
 from modelworker.graphs.sizes import full_sizes, gaps, graph_keys, mixed_sizes
-from modelworker_testing.graph_batches import settings_of_graphs
+from modelworker_testing.graph_settings import settings_of_graphs
 
 
 def _settings(max_sequences: int, max_tokens: int = 8192, *query_lens: int, **more: object) -> GraphSettings:

@@ -147,7 +147,7 @@ def test_the_answer_says_how_the_step_ran_and_where_its_time_went(engine: Engine
     result = execute(engine, query_lens=[3, 1], context_lens=[0, 0], token_ids=[1, 2, 3, 4], tables=[[5], [6]])
     assert (result.graph.mode, result.graph.padded_tokens, result.graph.padded_sequences) == (GraphMode.NONE, 4, 2)
     assert not result.graph.compiled
-    assert result.graph.fallback_reason == "disabled"
+    assert result.graph.fallback_reason == "not_decode"
     assert min(result.timings.prepare_ns, result.timings.forward_ns, result.timings.sample_ns) > 0
 
 

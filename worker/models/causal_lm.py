@@ -70,6 +70,10 @@ class CausalLM(nn.Module, ABC):
     def untie_head(self) -> None:
         """Gives the head a weight of its own, not yet filled."""
 
+    @abstractmethod
+    def weights_read(self) -> Iterator[Tensor]:
+        """Yields the parameters that every step reads as a whole, once each: all but an embedding that isn't the head."""
+
     def checkpoint_slots(self) -> Iterator[CheckpointSlot]:
         """Yields what the model needs from a checkpoint, layer by layer."""
         for prefix, module in self.named_modules():

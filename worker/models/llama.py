@@ -1,6 +1,6 @@
 """The Llama decoder, which as configuration also serves Mistral, Qwen2 and Qwen3."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypedDict
 
 import torch
@@ -179,6 +179,12 @@ class LlamaForCausalLM(CausalLM):
     def greedy(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Hot path: see `CausalLM.greedy`."""
         return self.lm_head.greedy(hidden_states)
+
+    def weights_read(self) -> Iterator[Tensor]:
+        """Yields the parameters that every step reads as a whole; see `CausalLM.weights_read`."""
+        yield from self.lm_head.parameters()
+        for part in (self.model.layers, self.model.norm):
+            yield from part.parameters()
 
     @property
     def has_tied_head(self) -> bool:

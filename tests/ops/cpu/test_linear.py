@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -116,6 +118,20 @@ def test_products_do_not_depend_on_the_number_of_threads(cpu_library: CpuLibrary
         torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def test_threads_that_multiply_at_the_same_time_do_not_disturb_each_other(cpu_library: CpuLibrary) -> None:
+    weight = torch.randn(330, 200).bfloat16()
+    packed = pack_weight(cpu_library, weight, WeightArena())
+    inputs = [torch.randn(rows, 200).bfloat16() for rows in (17, 40, 300, 18)]
+    expected = [cpu_library.ops.linear(x, packed, None, 330) for x in inputs]
+
+    def multiply(x: Tensor) -> list[Tensor]:
+        return [cpu_library.ops.linear(x, packed, None, 330) for _ in range(50)]
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        for results, exact in zip(pool.map(multiply, inputs), expected, strict=True):
+            assert all(torch.equal(result, exact) for result in results)
 
 
 @DTYPES

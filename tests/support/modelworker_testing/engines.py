@@ -14,7 +14,15 @@ from modelworker.worker.client.step import build_step
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.progress import LogProgress
-from modelworker.worker.settings import CacheSettings, DeviceSettings, KvCacheSettings, ModelSettings, StepSettings, WorkerSettings
+from modelworker.worker.settings import (
+    CacheSettings,
+    DeviceSettings,
+    ExecutionSettings,
+    KvCacheSettings,
+    ModelSettings,
+    StepSettings,
+    WorkerSettings,
+)
 from modelworker.worker.startup import build_engine
 from modelworker.worker.wire import parse_step
 from modelworker_testing.kernels import CACHE_FOLDER
@@ -28,6 +36,7 @@ def tiny_settings(model: Path) -> WorkerSettings:
         step=StepSettings(max_sequences=8, max_tokens_per_step=64),
         device=DeviceSettings(device="cpu", threads=1),
         cache=CacheSettings(cache_dir=str(CACHE_FOLDER)),
+        execution=ExecutionSettings(optimization_level=0, graph_mode="FULL_DECODE_ONLY"),
     )
 
 

@@ -88,7 +88,7 @@ class GraphWorld:
         return stages
 
     def programs(self) -> dict[RuntimeMode, Program]:
-        """What is captured in each mode."""
+        """What can be captured in each mode."""
         stages = self.stages()
         piecewise = PiecewiseGraphs(stages, num_inputs=NUM_INPUTS, outputs=stages[-1].results)
         return {RuntimeMode.FULL: FullGraphs(self.forward), RuntimeMode.PIECEWISE: piecewise}

@@ -1,0 +1,116 @@
+"""From a model's function to a compiled model, by way of the cache where there is one.
+
+What a warm start needs is small. Dynamo and Inductor, which take seconds to load, are loaded by name, and only to compile.
+"""
+
+import importlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from modelworker.compiler.artifact import Artifact, Factors
+from modelworker.compiler.cache import ArtifactCache, Miss
+from modelworker.compiler.counters import CompileCounters
+from modelworker.compiler.factors import collect_factors
+from modelworker.compiler.generated_code import load_code
+from modelworker.compiler.graph_pass import GraphPass
+from modelworker.compiler.model import CompiledModel
+from modelworker.compiler.model_source import ModelSource
+from modelworker.compiler.settings import CompileSettings
+
+_logger = logging.getLogger(__name__)
+
+
+def compile_model(
+    model: ModelSource,
+    settings: CompileSettings,
+    *,
+    counters: CompileCounters,
+    cache: ArtifactCache | None = None,
+    passes: Sequence[GraphPass] = (),
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> CompiledModel:
+    """Compiles a model, or loads what was compiled before.
+
+    Grad mode is off in compiled code. The number of threads is that of the calling thread's torch, now.
+
+    Args:
+        model: what to compile.
+        settings: of the compiler.
+        counters: of what it takes.
+        cache: of compiled models; None: nothing is kept.
+        passes: over the pieces' graphs, after our own.
+        advance: is called with how many of how many unique pieces are compiled.
+
+    Raises:
+        NoCompilerError: the machine lacks a working compiler.
+        CompileError: the model can't be compiled. Its message names the place in the model's code where there is one.
+    """
+    factors = collect_factors(model, settings, passes)
+    compiled = None if cache is None else _load(cache, factors, model, counters)
+    if compiled is None:
+        artifact = _compile(model, settings, passes, cache, counters, advance)
+        compiled = _link(artifact, model)
+        if cache is not None:
+            _store(cache, artifact, factors, counters)
+    counters.increment("pieces", len(compiled.pieces))
+    return compiled
+
+
+def _compile(
+    model: ModelSource,
+    settings: CompileSettings,
+    passes: Sequence[GraphPass],
+    cache: ArtifactCache | None,
+    counters: CompileCounters,
+    advance: Callable[[int, int], None],
+) -> Artifact:
+    pipeline = _pipeline()
+    started = time.monotonic()
+    program, pieces = pipeline.cut_model(model)
+    _logger.info(
+        "traced the model in %.1f s: %d stages, %d unique pieces", time.monotonic() - started, len(program.stages), len(pieces)
+    )
+    if settings.backend == "eager":
+        written: Artifact = pipeline.write_pieces(program, pieces)
+        return written
+    directory = None if cache is None else cache.work_directory()
+    artifact: Artifact = pipeline.compile_pieces(program, pieces, settings, passes, counters, directory, advance)
+    _logger.info("compiled %d unique pieces in %.1f s", len(pieces), time.monotonic() - started)
+    return artifact
+
+
+def _load(cache: ArtifactCache, factors: Factors, model: ModelSource, counters: CompileCounters) -> CompiledModel | None:
+    started = time.monotonic()
+    found = cache.load(factors)
+    if isinstance(found, Artifact):
+        try:
+            compiled = _link(found, model)
+        except ImportError as error:
+            found = Miss("damaged", f"{cache.directory}: a kernel can't be loaded: {error}")
+        else:
+            counters.increment("cache_hits")
+            _logger.info("loaded compiled code from %s in %.2f s", cache.directory, time.monotonic() - started)
+            return compiled
+    counters.increment("cache_misses", label=found.reason)
+    level = logging.INFO if found.reason == "absent" else logging.WARNING
+    _logger.log(level, "compiling: %s", found.message)
+    return None
+
+
+def _store(cache: ArtifactCache, artifact: Artifact, factors: Factors, counters: CompileCounters) -> None:
+    failure = cache.store(artifact, factors)
+    if failure is not None:
+        counters.increment("cache_store_failures")
+        _logger.warning("the compiled code is not kept: %s", failure)
+
+
+def _link(artifact: Artifact, model: ModelSource) -> CompiledModel:
+    codes = [load_code(code) for code in artifact.codes]
+    plain_codes = [load_code(code) for code in artifact.plain_codes]
+    return CompiledModel(artifact.program, codes, model.bound, plain_codes=plain_codes)
+
+
+def _pipeline() -> Any:
+    return importlib.import_module("modelworker.compiler.pipeline")

@@ -1,0 +1,94 @@
+"""`modelworker bench step`: what a step takes on this machine, in every way to run it, against what the machine can do at most."""
+
+import argparse
+import itertools
+import json
+import logging
+import sys
+
+import torch
+
+from modelworker.worker.command_serve import check_model_path, find_model
+from modelworker.worker.counters import Counters
+from modelworker.worker.cpu_kernels import load_cpu_kernels
+from modelworker.worker.engine import Engine
+from modelworker.worker.flags import CommandParser, add_settings, checked_type, read_settings
+from modelworker.worker.machine_limits import LimitProbe
+from modelworker.worker.progress import LogProgress, Progress
+from modelworker.worker.settings import WorkerSettings, positive_int, positive_ints
+from modelworker.worker.startup import build_engine
+from modelworker.worker.step_bench import StepCase, StepTimes, as_record, format_times, run_cases
+from modelworker.worker.terminal import TerminalProgress
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
+    """Adds the command's parser."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure steps on this machine",
+        description="Builds a worker's engine in this process, without a server, and measures steps in every way to run them: "
+        "plain modules (eager), compiled pieces, PIECEWISE and FULL graphs. The ways take turns in rounds; the floor (the longer "
+        "of reading all weights and cached keys and values, and computing all products) is measured in the same rounds.",
+    )
+    parser.add_argument("subject", choices=("step",), help="what is measured")
+    parser.add_argument(
+        "--batch", type=checked_type(positive_ints), default=(1, 4, 16), metavar="LIST", help="sequences of a decode, e.g. 1,16"
+    )
+    parser.add_argument(
+        "--context", type=checked_type(positive_ints), default=(128,), metavar="LIST", help="tokens of each sequence in the cache"
+    )
+    parser.add_argument(
+        "--prefill", type=checked_type(positive_ints), default=(512,), metavar="LIST", help="tokens of a prompt without context"
+    )
+    parser.add_argument("--rounds", type=checked_type(positive_int), default=10, metavar="N", help="measurements of each")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    add_settings(parser, WorkerSettings)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints a table, or JSON lines."""
+    settings = read_settings(WorkerSettings, arguments)
+    if not settings.model.model:
+        arguments.parser.error("no model: give --model DIR or set MODELWORKER_MODEL")
+    check_model_path(settings.model.model)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
+    engine = build_engine(find_model(settings, progress), progress, Counters())
+    device = torch.device(engine.description.execution.device)
+    # The engine has loaded them already: they are the same.
+    kernels = load_cpu_kernels(settings, device, progress).library
+    probe = LimitProbe(device, getattr(torch, engine.description.model.dtype), kernels)
+    results = _measure(engine, probe, arguments, progress)
+    if arguments.json:
+        machine = {
+            "model": engine.description.model.name,
+            "dtype": engine.description.model.dtype,
+            "device": engine.description.execution.device_name,
+            "threads": engine.description.execution.num_threads,
+            "torch": torch.__version__,
+        }
+        for result in results:
+            print(json.dumps({"benchmark": "step", **as_record(result), **machine}))
+    else:
+        print(format_times(results))
+    return 0
+
+
+def _measure(engine: Engine, probe: LimitProbe, arguments: argparse.Namespace, progress: Progress) -> list[StepTimes]:
+    limits = engine.description.limits
+    decodes = itertools.product(arguments.context, arguments.batch)
+    cases = [StepCase(num_sequences=batch, query_len=1, context_len=context) for context, batch in decodes]
+    cases += [StepCase(num_sequences=1, query_len=tokens, context_len=0) for tokens in arguments.prefill]
+    fitting = [
+        case
+        for case in cases
+        if case.num_sequences <= limits.max_sequences
+        and case.num_sequences * case.query_len <= limits.max_tokens_per_step
+        and case.context_len + case.query_len <= engine.description.model.max_model_len
+    ]
+    for case in cases:
+        if case not in fitting:
+            print(f"modelworker: {case} is beyond the worker's limits and left out", file=sys.stderr)
+    with progress.stage("measuring", total=len(fitting) * arguments.rounds, unit="rounds") as advance:
+        return list(run_cases(engine, fitting, probe, rounds=arguments.rounds, advance=advance))

@@ -1,0 +1,170 @@
+"""The decoder in compiled pieces, with attention between them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from modelworker.compiler.cache import ArtifactCache
+from modelworker.compiler.compile import compile_model
+from modelworker.compiler.counters import CompileCounters
+from modelworker.compiler.model import CompiledModel, Piece
+from modelworker.compiler.model_source import ModelSource
+from modelworker.compiler.program import StepInput
+from modelworker.compiler.settings import CompileSettings
+from modelworker.ops.catalog import splitting_ops
+from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.worker.kv_cache import KvCache
+from modelworker.worker.models.causal_lm import CausalLM
+from modelworker.worker.progress import Progress
+from modelworker.worker.step_buffers import RunDecoder, StepInputs
+
+_FOLDERS_TRACED = ("ops", "worker/models")
+
+
+class DecoderStage(NamedTuple):
+    """A part of the decoder; tensors pass between stages in numbered slots.
+
+    Attributes:
+        name: for messages.
+        run: takes the tensors of the slots in `reads`, in a list that it may empty, and returns those of `writes`.
+        reads: slots.
+        writes: slots.
+        is_piece: whether it is a piece; else it is an op at which the decoder is split.
+    """
+
+    name: str
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    is_piece: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledDecoder:
+    """A decoder that was traced once and split at attention.
+
+    Attributes:
+        run: computes a step without graphs.
+        stages: with the code that `run` uses. The first slots hold the step's inputs, those that follow `bound`.
+        plain_stages: the same stages, whose pieces call their ops one by one, so that a recorder sees them.
+        bound: what is the same in every step: weights, tables and the KV cache.
+        outputs: slots that hold at the end what the decoder returns.
+        has_generated_code: whether pieces run code that a compiler made.
+    """
+
+    run: RunDecoder
+    stages: tuple[DecoderStage, ...]
+    plain_stages: tuple[DecoderStage, ...]
+    bound: tuple[Tensor, ...]
+    outputs: tuple[int, ...]
+    has_generated_code: bool
+
+
+def decoder_source(
+    model: CausalLM,
+    kv_cache: KvCache,
+    *,
+    max_blocks: int,
+    device: torch.device,
+    kernels: CpuLibrary | None,
+    identity: Mapping[str, str],
+) -> ModelSource:
+    """Describes the decoder to the compiler.
+
+    Args:
+        model: with its weights.
+        kv_cache: that it writes to.
+        max_blocks: of a block table.
+        device: where it computes.
+        kernels: of the CPU.
+        identity: what decides, beside shapes and dtypes, what it computes.
+    """
+
+    def decode(*tensors: Tensor) -> Tensor:
+        inputs = StepInputs(*tensors)
+        return model(inputs.token_ids, inputs.positions, inputs.attention, kv_cache.layers)  # type: ignore[no-any-return]
+
+    def step_input(dtype: torch.dtype, *shape: int | str) -> StepInput:
+        return StepInput(shape, dtype, device)
+
+    inputs = {
+        "token_ids": step_input(torch.int32, "num_tokens"),
+        "positions": step_input(torch.int32, "num_tokens"),
+        "slots": step_input(torch.int64, "num_tokens"),
+        "query_starts": step_input(torch.int32, "num_sequences + 1"),
+        "seq_lens": step_input(torch.int32, "num_sequences"),
+        "block_tables": step_input(torch.int32, "num_sequences", max_blocks),
+    }
+    return ModelSource(
+        function=decode,
+        inputs=inputs,
+        bound=_bound_tensors(model, kv_cache),
+        splitting_ops=splitting_ops(kernels),
+        op_namespaces=("modelworker",) if kernels is None else ("modelworker", kernels.level.namespace),
+        identity=identity,
+        sources=_traced_files(),
+    )
+
+
+def compile_decoder(
+    source: ModelSource,
+    settings: CompileSettings,
+    *,
+    counters: CompileCounters,
+    cache: ArtifactCache | None,
+    progress: Progress,
+) -> CompiledDecoder:
+    """Compiles a decoder, or loads what was compiled before.
+
+    Raises:
+        CompileError: it can't be compiled.
+    """
+    with progress.stage("compiling") as advance:
+        compiled = compile_model(source, settings, counters=counters, cache=cache, advance=lambda _done, _total: advance(1))
+    return CompiledDecoder(
+        run=_run_of(compiled),
+        stages=_stages_of(compiled),
+        plain_stages=_stages_of(compiled.plain()),
+        bound=compiled.bound,
+        outputs=compiled.program.outputs,
+        has_generated_code=settings.backend != "eager",
+    )
+
+
+def _run_of(model: CompiledModel) -> RunDecoder:
+    def run(*inputs: Tensor) -> Sequence[Tensor]:
+        hidden_states = model(*inputs)
+        assert isinstance(hidden_states, Tensor), "the decoder returns one tensor"
+        return (hidden_states,)
+
+    return run
+
+
+def _stages_of(model: CompiledModel) -> tuple[DecoderStage, ...]:
+    return tuple(
+        DecoderStage(f"piece {stage.index}", stage.run, stage.inputs, stage.outputs, True)
+        if isinstance(stage, Piece)
+        else DecoderStage(stage.name, stage.run, stage.inputs, stage.outputs, False)
+        for stage in model.stages
+    )
+
+
+def _bound_tensors(model: nn.Module, kv_cache: KvCache) -> dict[str, Tensor]:
+    bound: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for layer, (keys, values) in enumerate(kv_cache.layers):
+        bound[f"kv_cache.{layer}.keys"] = keys
+        bound[f"kv_cache.{layer}.values"] = values
+    return bound
+
+
+def _traced_files() -> tuple[Path, ...]:
+    """The code that is traced, or that defines ops."""
+    root = Path(__file__).resolve().parent.parent
+    files: Sequence[Path] = [
+        path for folder in _FOLDERS_TRACED for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")
+    ]
+    return tuple(sorted(files))

@@ -1,0 +1,69 @@
+"""What is compiled and captured, as the settings ask for it and the machine allows it."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from modelworker.graphs.settings import GraphMode, GraphSettings, GraphSettingsError, RuntimeMode
+from modelworker.worker.errors import SettingsError
+from modelworker.worker.settings import ExecutionSettings, StepSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionPlan:
+    """How steps are to run.
+
+    Attributes:
+        optimization_level: 0 .. 3.
+        compiler: who makes the code of a piece; "eager": nobody.
+        graphs: what is captured.
+    """
+
+    optimization_level: int
+    compiler: Literal["inductor", "eager"]
+    graphs: GraphSettings
+
+    @property
+    def compiles(self) -> bool:
+        """Whether pieces of the model are compiled."""
+        return self.optimization_level > 0
+
+    def without_compiler(self) -> "ExecutionPlan":
+        """Returns what is left where the model can't be compiled: plain modules, and FULL graphs where there should be some."""
+        mode = self.graphs.mode
+        if RuntimeMode.PIECEWISE in (mode.decode_mode, mode.mixed_mode):
+            mode = GraphMode.FULL_DECODE_ONLY if mode.decode_mode is RuntimeMode.FULL else GraphMode.NONE
+        sizes = self.graphs.decode_sizes if mode.decode_mode is RuntimeMode.FULL else None
+        mixed_sizes = self.graphs.mixed_sizes if mode.mixed_mode is RuntimeMode.FULL else None
+        graphs = replace(self.graphs, mode=mode, decode_sizes=sizes, mixed_sizes=mixed_sizes)
+        return replace(self, optimization_level=0, graphs=graphs)
+
+
+def plan_execution(settings: ExecutionSettings, step: StepSettings) -> ExecutionPlan:
+    """Resolves what was left open, and refuses contradictions.
+
+    A level fills only what is unset: level 0 with --graph-mode FULL captures whole steps of plain modules.
+
+    Raises:
+        SettingsError: there are some.
+    """
+    level = settings.optimization_level
+    if settings.enforce_eager:
+        if settings.graph_mode not in (None, GraphMode.NONE):
+            raise SettingsError(f"--enforce-eager captures nothing, but --graph-mode {settings.graph_mode} asks for graphs")
+        level = 0
+    default = GraphMode.FULL_AND_PIECEWISE if level >= 2 else GraphMode.NONE
+    mode = GraphMode(settings.graph_mode) if settings.graph_mode is not None else default
+    if level == 0 and RuntimeMode.PIECEWISE in (mode.decode_mode, mode.mixed_mode):
+        raise SettingsError(f"--graph-mode {mode} needs compiled pieces, but optimization level 0 compiles nothing")
+    try:
+        graphs = GraphSettings(
+            max_sequences=step.max_sequences,
+            max_tokens_per_step=step.max_tokens_per_step,
+            mode=mode,
+            decode_query_lens=settings.decode_query_lens,
+            decode_sizes=settings.decode_graph_sizes,
+            mixed_sizes=settings.mixed_graph_sizes,
+        )
+    except GraphSettingsError as error:
+        raise SettingsError(str(error)) from error
+    return ExecutionPlan(optimization_level=level, compiler="eager" if settings.compiler == "eager" else "inductor", graphs=graphs)

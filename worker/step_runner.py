@@ -1,0 +1,146 @@
+"""Runs the decoder over a step: through the best graph that fits, or without one."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import Tensor
+
+from modelworker.graphs.backend import UnknownKeyError
+from modelworker.graphs.dispatch import Choice, Dispatcher, Reason
+from modelworker.graphs.graph_set import GraphSet
+from modelworker.graphs.settings import RuntimeMode
+from modelworker.graphs.shapes import GraphKey, fits, step_shape
+from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch
+from modelworker.worker.step_buffers import RunDecoder, StepBuffers, StepInputs
+
+GRAPH_MODES: Mapping[RuntimeMode, GraphMode] = MappingProxyType(
+    {RuntimeMode.NONE: GraphMode.NONE, RuntimeMode.PIECEWISE: GraphMode.PIECEWISE, RuntimeMode.FULL: GraphMode.FULL}
+)
+
+
+class Way(NamedTuple):
+    """How a step is run.
+
+    Attributes:
+        choice: of the graph.
+        is_plain: whether plain modules run it, although there may be compiled pieces; then no graph is chosen.
+    """
+
+    choice: Choice
+    is_plain: bool = False
+
+
+class DecodedStep(NamedTuple):
+    """What the decoder made of a step.
+
+    Attributes:
+        hidden_states: [num_tokens, hidden_size], after the final norm; valid until the next step.
+        execution: how it ran.
+    """
+
+    hidden_states: Tensor
+    execution: GraphExecution
+
+
+class StepRunner:
+    """Stages steps and runs the decoder over them.
+
+    Args:
+        buffers: for the inputs.
+        block_size: of the KV cache.
+        dispatcher: knows what is captured.
+        graphs: what is captured; None: nothing.
+        without_graph: runs the decoder at the step's real size.
+        plain: the same by plain modules.
+        compiled_modes: modes under which generated code runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        buffers: StepBuffers,
+        block_size: int,
+        dispatcher: Dispatcher,
+        graphs: GraphSet | None,
+        without_graph: RunDecoder,
+        plain: RunDecoder,
+        compiled_modes: frozenset[RuntimeMode],
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.graphs = graphs
+        self.compiled_modes = compiled_modes
+        self._buffers = buffers
+        self._block_size = block_size
+        self._without_graph = without_graph
+        self._plain = plain
+        self._decode_query_lens = dispatcher.settings.decode_query_lens
+
+    @property
+    def captured(self) -> tuple[GraphKey, ...]:
+        """What can be replayed, in the order of capture."""
+        return () if self.graphs is None else tuple(self.graphs.hits)
+
+    def choose(self, batch: StepBatch) -> Choice:
+        """Hot path: says which graph runs a step, and why not a better one."""
+        return self.dispatcher.choose(step_shape(batch.query_lens, batch.context_lens, self._decode_query_lens))
+
+    def choose_mode(self, batch: StepBatch, mode: RuntimeMode) -> Choice | None:
+        """Returns the smallest graph of a mode that fits a step, None if there is none; for measurements."""
+        shape = step_shape(batch.query_lens, batch.context_lens, self._decode_query_lens)
+        fitting = [key for key in self.captured if key.mode is mode and fits(key, shape)]
+        return Choice(min(fitting, key=lambda key: key.num_tokens), Reason.NONE) if fitting else None
+
+    def stage(self, batch: StepBatch, key: GraphKey | None) -> StepInputs:
+        """Hot path: writes a step into the buffers, padded for a graph, and returns what the graph or the decoder is given."""
+        num_tokens, num_sequences = batch.num_tokens, batch.num_sequences
+        if key is not None:
+            num_tokens = key.num_tokens
+            # Without a number, attention runs on the real batch.
+            num_sequences = num_sequences if key.num_sequences is None else key.num_sequences
+        self._buffers.stage(batch, self._block_size, num_tokens=num_tokens, num_sequences=num_sequences)
+        return self._buffers.inputs(num_tokens, num_sequences)
+
+    def stage_blank(self, key: GraphKey) -> StepInputs:
+        """Writes a step that fits a graph and changes nothing."""
+        num_sequences = key.num_sequences or 0
+        self._buffers.stage_blank(num_tokens=key.num_tokens, num_sequences=num_sequences)
+        return self._buffers.inputs(key.num_tokens, num_sequences)
+
+    def decode(self, batch: StepBatch, inputs: StepInputs, way: Way) -> DecodedStep:
+        """Hot path: runs the decoder over the staged step.
+
+        Args:
+            batch: the step.
+            inputs: what `stage` returned for it and the chosen graph.
+            way: how it is run.
+        """
+        choice = way.choice
+        if choice.key is not None:
+            outputs = self.replay(choice.key, inputs)
+        else:
+            outputs = self._plain(*inputs) if way.is_plain else self._without_graph(*inputs)
+        execution = GraphExecution(
+            mode=GRAPH_MODES[choice.mode],
+            padded_tokens=len(inputs.token_ids),
+            padded_sequences=len(inputs.seq_lens),
+            compiled=choice.mode in self.compiled_modes and not way.is_plain,
+            fallback_reason=choice.reason.value,
+        )
+        return DecodedStep(outputs[0][: batch.num_tokens], execution)
+
+    def replay(self, key: GraphKey, inputs: StepInputs) -> Sequence[Tensor]:
+        """Hot path: runs the graph of a key over what `stage` or `stage_blank` returned for it.
+
+        Raises:
+            UnknownKeyError: it was not captured.
+        """
+        if self.graphs is None:
+            raise UnknownKeyError(f"nothing is captured, so there is no graph for {key}")
+        return self.graphs.run(key, inputs)
+
+    def disable(self, mode: RuntimeMode, reason: Reason) -> None:
+        """Takes a mode out of service and frees its graphs."""
+        self.dispatcher.disable(mode, reason)
+        if self.graphs is not None:
+            self.graphs.drop(mode)
