@@ -73,7 +73,7 @@ def choose_custom_ops(
     """Checks what was asked for, and adds "all" or "none" where neither was.
 
     "none" is the default under Inductor on CUDA, which fuses native code better than it can join kernels of ours. Elsewhere it is
-    "all": a kernel for the CPU shares a parallel region with its neighbours, which generated code does not.
+    "all": a kernel for the CPU can be recorded, which generated code can not.
 
     Args:
         wanted: "all", "none", "+name", "-name".

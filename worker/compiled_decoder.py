@@ -1,5 +1,6 @@
 """The decoder in compiled pieces, with attention between them."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ def decoder_source(
         splitting_ops=splitting_ops(kernels),
         op_namespaces=("modelworker",) if kernels is None else ("modelworker", kernels.level.namespace),
         identity=identity,
-        sources=_traced_files(),
+        sources=_traced_files(model),
     )
 
 
@@ -161,10 +162,12 @@ def _bound_tensors(model: nn.Module, kv_cache: KvCache) -> dict[str, Tensor]:
     return bound
 
 
-def _traced_files() -> tuple[Path, ...]:
-    """The code that is traced, or that defines ops."""
+def _traced_files(model: nn.Module) -> tuple[Path, ...]:
+    """The code that is traced, or that defines ops, that of plug-ins included."""
     root = Path(__file__).resolve().parent.parent
     files: Sequence[Path] = [
         path for folder in _FOLDERS_TRACED for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")
     ]
-    return tuple(sorted(files))
+    classes = {type(module) for module in model.modules()}
+    defined = (Path(inspect.getfile(layer)) for layer in classes if not layer.__module__.startswith("torch."))
+    return tuple(sorted({*files, *defined}))

@@ -1,5 +1,6 @@
-"""Checks of captured graphs before readiness: each mode against plain modules on random steps, and what a replay costs."""
+"""Checks of captured graphs before readiness: each against plain modules on random steps, and what a replay costs."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,64 +12,78 @@ from torch import Tensor
 from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
-from modelworker.worker.batch import StepBatch
-from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.description import CapturedSize, Degradation
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.step_buffers import NULL_BLOCK
 from modelworker.worker.step_runner import GRAPH_MODES, StepRunner, Way
+from modelworker.worker.twin_steps import StepMaker, TwinStep
 
 # Of the root mean square of the hidden states. Padding sends products through kernels for other numbers of rows, which sum in
 # another order: 2e-6 in fp32 and 0.06 in bf16 were seen at most; a wrong position, slot or row moves them by more than 0.5.
 _BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
-_MAX_BLOCKS_PER_SEQUENCE = 3
+# Exact in every dtype, and unlike any key or value that a model computes.
+_CANARY = 1024.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModeCheck:
-    """What came of checking a mode.
+    """The worst that came of checking the graphs of a mode.
 
     Attributes:
         mode: the mode.
+        key: of the graph.
         difference: the largest one of a hidden state or cached value, in units of their root mean square.
         bound: on it.
-        key: where it was found.
+        fault: what is wrong whatever the difference; "" where nothing is.
     """
 
     mode: RuntimeMode
+    key: GraphKey
     difference: float
     bound: float
-    key: GraphKey
+    fault: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether the mode may be served."""
-        return self.difference <= self.bound
+        return not self.fault and self.difference <= self.bound
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """What orders checks; a difference that isn't a number is above all numbers."""
+        return bool(self.fault), math.inf if math.isnan(self.difference) else self.difference
 
     def __str__(self) -> str:
         verdict = "agree" if self.passed else "do not agree"
-        difference = f"{self.difference:.1e} of the mean, bound {self.bound:g}"
-        return f"{self.mode.name} graphs and plain modules {verdict}: {difference} ({self.key})"
+        found = self.fault or f"{self.difference:.1e} of the mean, bound {self.bound:g}"
+        return f"{self.mode.name} graphs and plain modules {verdict}: {found} ({self.key})"
 
 
 def check_modes(runner: StepRunner, kv_cache: KvCache, *, vocab_size: int, max_model_len: int) -> tuple[ModeCheck, ...]:
-    """Runs the smallest, a middle and the largest graph of each mode on random steps, and the same steps on plain modules.
+    """Runs every graph on a random step that it pads, and the smallest and the largest of each kind on one that fills it.
 
-    Both start from the same random keys and values, in different blocks. Hidden states, what was written to the cache, and the null
-    block are compared. The cache holds garbage afterwards.
+    Plain modules run the same steps. Both start from the same random keys and values, in different blocks. Hidden states and all
+    that the steps' blocks hold afterwards are compared; blocks that belong to nobody must stay as they are. The cache holds garbage
+    afterwards.
 
     Returns:
         the worst of each mode.
     """
-    random = np.random.default_rng(0)
+    maker = StepMaker(
+        random=np.random.default_rng(0),
+        block_size=kv_cache.geometry.block_size,
+        num_blocks=kv_cache.num_blocks,
+        max_sequences=runner.dispatcher.settings.max_sequences,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+    )
     worst: dict[RuntimeMode, ModeCheck] = {}
-    for key in _samples(runner.captured):
-        rows = _rows_for(key, kv_cache, random, max_model_len)
-        if not rows:
+    for key, num_tokens in _samples(runner.captured):
+        step = maker.make(key, num_tokens)
+        if step is None:
             continue
-        difference = _difference(runner, kv_cache, key, rows, vocab_size)
-        found = ModeCheck(mode=key.mode, difference=difference, bound=_BOUND[kv_cache.geometry.dtype], key=key)
-        if key.mode not in worst or not difference <= worst[key.mode].difference:
+        found = _check(runner, kv_cache, key, step)
+        if key.mode not in worst or found.badness > worst[key.mode].badness:
             worst[key.mode] = found
     return tuple(worst.values())
 
@@ -103,76 +118,56 @@ def _replay_ms(runner: StepRunner, key: GraphKey) -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
-def _samples(captured: Sequence[GraphKey]) -> Iterator[GraphKey]:
+def _samples(captured: Sequence[GraphKey]) -> Iterator[tuple[GraphKey, int]]:
+    """Yields graphs, and of how many tokens a step for them is: one row, or in a graph of any mix one token, less than it has."""
     kinds: dict[tuple[RuntimeMode, int | None], list[GraphKey]] = {}
     for key in sorted(captured, key=lambda key: key.num_tokens):
         kinds.setdefault((key.mode, key.uniform_query_len), []).append(key)
-    for keys in kinds.values():
-        yield from {keys[0]: None, keys[len(keys) // 2]: None, keys[-1]: None}
+    for (_, query_len), keys in kinds.items():
+        row = query_len or 1
+        yield from ((key, key.num_tokens - row) for key in keys if key.num_tokens > row)
+        yield from {(key, key.num_tokens): None for key in (keys[0], keys[-1])}
 
 
-def _rows_for(key: GraphKey, kv_cache: KvCache, random: np.random.Generator, max_model_len: int) -> list[tuple[int, int]]:
-    """Returns (query length, context length) of rows that fit a graph, with padding, and the cache, twice."""
-    block_size = kv_cache.geometry.block_size
-    longest = min(_MAX_BLOCKS_PER_SEQUENCE * block_size, max_model_len)
-    rows: list[tuple[int, int]] = []
-    tokens, blocks = max(key.num_tokens - 1, 1), (kv_cache.num_blocks - 1) // 2
-    max_rows = key.num_sequences or key.num_tokens
-    while tokens and len(rows) < max_rows:
-        query_len = key.uniform_query_len or int(random.integers(1, min(tokens, longest) + 1))
-        smallest_context = 1 if key.uniform_query_len else 0
-        if query_len > tokens or query_len + smallest_context > longest:
-            break
-        context_len = int(random.integers(smallest_context, longest - query_len + 1))
-        needed = -(-(query_len + context_len) // block_size)
-        if needed > blocks:
-            break
-        rows.append((query_len, context_len))
-        tokens, blocks = tokens - query_len, blocks - needed
-    if not rows and key.uniform_query_len and key.uniform_query_len + 1 <= longest:
-        rows = [(key.uniform_query_len, 1)]
-    return rows
-
-
-def _difference(runner: StepRunner, kv_cache: KvCache, key: GraphKey, rows: list[tuple[int, int]], vocab_size: int) -> float:
-    batch, twin, blocks, twin_blocks = _twin_batches(rows, kv_cache.geometry.block_size, vocab_size)
-    for layer in kv_cache.layers:
-        for cache in layer:
-            cache[NULL_BLOCK] = 0
-            cache[blocks] = torch.randn_like(cache[blocks])
-            cache[twin_blocks] = cache[blocks]
+def _check(runner: StepRunner, kv_cache: KvCache, key: GraphKey, step: TwinStep) -> ModeCheck:
+    first, second = torch.from_numpy(step.first_blocks).long(), torch.from_numpy(step.second_blocks).long()
+    caches = [cache for layer in kv_cache.layers for cache in layer]
+    _fill_alike(caches, first, second)
     plain = Way(Choice(None, Reason.NONE), is_plain=True)
-    expected = runner.decode(batch, runner.stage(batch, None), plain).hidden_states.clone()
-    inputs = runner.stage(twin, key)
-    actual = runner.decode(twin, inputs, Way(Choice(key, Reason.NONE))).hidden_states
-    differences = [_relative(actual, expected)]
-    for layer in kv_cache.layers:
-        for cache in layer:
-            differences += [_relative(cache[twin_blocks], cache[blocks]), float(cache[NULL_BLOCK].abs().max())]
+    expected = runner.decode(step.first, runner.stage(step.first, None), plain).hidden_states.clone()
+    expected_caches = [cache[first] for cache in caches]
+    # What the plain run leaves must not help a graph that reads a table of before. The last slot of the cache is where slot -1
+    # leads if it is taken for an index.
+    canaries = torch.tensor(sorted({NULL_BLOCK, kv_cache.num_blocks - 1} - set(step.second_blocks.tolist())))
+    for cache in caches:
+        cache[first] = _CANARY
+        cache[canaries] = _CANARY
+    (actual,) = runner.replay(key, runner.stage(step.second, key))
+    num_tokens = step.second.num_tokens
+    differences = [_relative(actual[:num_tokens], expected)]
+    differences += [_relative(cache[second], stored) for cache, stored in zip(caches, expected_caches, strict=True)]
+    fault = ""
+    if not all(bool((cache[canaries] == _CANARY).all()) for cache in caches):
+        fault = "keys or values were written outside of the step's slots"
+    elif not bool(actual.isfinite().all()):
+        fault = "hidden states are not finite"
     # A NaN anywhere must not get lost in a maximum.
-    return float(np.max(differences))
+    difference = float(np.max(differences))
+    return ModeCheck(mode=key.mode, key=key, difference=difference, bound=_BOUND[kv_cache.geometry.dtype], fault=fault)
 
 
-def _twin_batches(rows: list[tuple[int, int]], block_size: int, vocab_size: int) -> tuple[StepBatch, StepBatch, Tensor, Tensor]:
-    """Makes one step twice, over different blocks, those of the second in reverse."""
-    counts = [-(-(query_len + context_len) // block_size) for query_len, context_len in rows]
-    total = sum(counts)
-    first = np.arange(1, total + 1, dtype=np.int32)
-    second = np.arange(2 * total, total, -1, dtype=np.int32)
-    ends = np.cumsum(counts)
-    tokens = np.random.default_rng(1)
-    batches = []
-    sampled = [tokens.integers(0, vocab_size, query_len).astype(np.int32) for query_len, _ in rows]
-    for blocks in (first, second):
-        made = [
-            CheckRow(token_ids=sampled[row], context_len=context_len, blocks=blocks[ends[row] - counts[row] : ends[row]])
-            for row, (_, context_len) in enumerate(rows)
-        ]
-        batches.append(make_check_batch(made))
-    return batches[0], batches[1], torch.from_numpy(first).long(), torch.from_numpy(second).long()
+def _fill_alike(caches: Sequence[Tensor], first: Tensor, second: Tensor) -> None:
+    """Gives two sets of blocks the same random content, in every cache another one."""
+    noise = torch.randn_like(caches[0][first])
+    for index, cache in enumerate(caches):
+        content = noise.roll(index, dims=-1)
+        cache[first] = content
+        cache[second] = content
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:
+    if torch.equal(actual, expected):
+        return 0.0
     scale = expected.float().square().mean().sqrt().clamp(min=1e-6)
     return float((actual.float() - expected.float()).abs().max() / scale)
 

@@ -13,9 +13,13 @@ from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.packing import WeightArena
 
 _BUFFER_BYTES = 256 << 20
+# Far beyond a GPU's caches, and long enough for the launch not to matter.
+_CUDA_BUFFER_BYTES = 1 << 30
 _ROUNDS = 5
 # [rows, inputs, outputs] of the products among which the best rate is found: those of models of 135M to 8B parameters.
 _PRODUCTS = ((256, 2048, 8192), (512, 576, 3072), (512, 1536, 576), (512, 2048, 8192), (1024, 2048, 2048))
+# On a GPU those would be over before they are measured.
+_CUDA_PRODUCTS = ((4096, 2048, 8192), (4096, 4096, 14336), (8192, 4096, 4096), (8192, 8192, 8192))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +27,7 @@ class MachineLimits:
     """What a step can't beat.
 
     Attributes:
-        read_bytes_per_second: from memory, by all threads.
+        read_bytes_per_second: from memory, by all threads; on a GPU, bytes read and written by a copy.
         operations_per_second: of matrix products in the model's dtype.
     """
 
@@ -43,38 +47,53 @@ class LimitProbe:
     def __init__(self, device: torch.device, dtype: torch.dtype, kernels: CpuLibrary | None) -> None:
         self._device = device
         self._kernels = kernels
+        self._is_cuda = device.type == "cuda"
         self._buffer = _filled_buffer(device)
+        self._copy = torch.empty_like(self._buffer) if self._is_cuda else None
         self._products = [
             (torch.randn(rows, inputs, dtype=dtype, device=device), torch.randn(outputs, inputs, dtype=dtype, device=device))
-            for rows, inputs, outputs in _PRODUCTS
+            for rows, inputs, outputs in (_CUDA_PRODUCTS if self._is_cuda else _PRODUCTS)
         ]
 
     def measure(self) -> MachineLimits:
         """Measures for about half a second."""
-        reads = [self._read_seconds() for _ in range(_ROUNDS)]
+        reads = [self._bytes_per_second() for _ in range(_ROUNDS)]
         rates = [max(self._rate(x, weight) for x, weight in self._products) for _ in range(2)]
-        return MachineLimits(read_bytes_per_second=_BUFFER_BYTES / statistics.median(reads), operations_per_second=max(rates))
+        return MachineLimits(read_bytes_per_second=statistics.median(reads), operations_per_second=max(rates))
 
-    def _read_seconds(self) -> float:
+    def _bytes_per_second(self) -> float:
+        buffer, copy = self._buffer, self._copy
+        if copy is not None:
+            return 2 * buffer.nbytes / self._seconds(lambda: copy.copy_(buffer))
         if self._kernels is not None:
-            address = ctypes.c_void_p(self._buffer.data_ptr())
-            return float(self._kernels.functions.modelworker_read_seconds(address, ctypes.c_int64(_BUFFER_BYTES)))
-        return self._timed(lambda: self._buffer.view(torch.int64).sum())
+            address, size = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_int64(buffer.nbytes)
+            return buffer.nbytes / float(self._kernels.functions.modelworker_read_seconds(address, size))
+        return buffer.nbytes / self._seconds(lambda: buffer.view(torch.int64).sum())
 
     def _rate(self, x: Tensor, weight: Tensor) -> float:
-        return 2 * x.shape[0] * weight.numel() / self._timed(lambda: torch.mm(x, weight.t()))
+        return 2 * x.shape[0] * weight.numel() / self._seconds(lambda: torch.mm(x, weight.t()))
 
-    def _timed(self, run: Callable[[], object]) -> float:
+    def _seconds(self, run: Callable[[], object]) -> float:
+        if self._is_cuda:
+            return _device_seconds(run)
         begun = time.perf_counter()
         run()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         return time.perf_counter() - begun
+
+
+def _device_seconds(run: Callable[[], object]) -> float:
+    """Returns how long the GPU works on what is launched: its own clock, as launching takes the host longer than a short kernel."""
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun.record()
+    run()
+    ended.record()
+    ended.synchronize()
+    return begun.elapsed_time(ended) / 1000
 
 
 def _filled_buffer(device: torch.device) -> Tensor:
     if device.type == "cuda":
-        return torch.randint(0, 255, (_BUFFER_BYTES,), dtype=torch.uint8, device=device)
+        return torch.empty(_CUDA_BUFFER_BYTES, dtype=torch.uint8, device=device).random_()
     buffer = WeightArena().empty((_BUFFER_BYTES,), torch.uint8)
     # Pages that nobody has written are one page of zeros.
     return buffer.random_()

@@ -249,7 +249,7 @@ class ExecutionSettings:
     )
     decode_graph_sizes: tuple[int, ...] | None = setting(
         None,
-        "numbers of tokens that FULL graphs are captured for; default: a ladder up to --max-sequences",
+        "numbers of tokens that FULL graphs are captured for; default: a ladder up to the largest decode step",
         parse=positive_ints,
         metavar="LIST",
     )

@@ -1,7 +1,8 @@
 """Compiles the C++ kernels once per machine and keeps the library.
 
 The key of a kept library is a hash of everything that it depends on: sources, flags, compiler, torch. A library is written under
-another name and renamed, so that workers that start at once don't disturb each other, and a damaged one is compiled again.
+another name and renamed, so that workers that start at once don't disturb each other, and a damaged one is linked again. Objects
+are kept likewise (`objects.py`), so that an edit costs the compilation of what it changes.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from modelworker.ops.cpu.isa import IsaLevel
+from modelworker.ops.cpu.objects import ObjectStore, included_headers
 
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +66,8 @@ def build_library(toolchain: Toolchain, level: IsaLevel, progress: Callable[[int
     """
     sources = _sources()
     flags = (*_FLAGS, *level.compiler_flags, f"-DMODELWORKER_NAMESPACE={level.namespace}")
-    folder = toolchain.cache / _key(toolchain, flags)
+    keys = {source: _key(toolchain, flags, source) for source in sources}
+    folder = toolchain.cache / _digest(*keys.values())[:32]
     library = folder / f"{level.namespace}.so"
     digest = folder / "sha256"
     if _is_intact(library, digest):
@@ -72,12 +75,14 @@ def build_library(toolchain: Toolchain, level: IsaLevel, progress: Callable[[int
         return library
     try:
         toolchain.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = _compile(toolchain, sources, flags, Path(scratch), progress)
-            Path(scratch, "sha256").write_text(_sha256(built))
+        store = ObjectStore(toolchain.cache / f"objects_{level.name}")
+        with tempfile.TemporaryDirectory(dir=toolchain.cache) as scratch:
+            built = _compile(toolchain, store, keys, flags, Path(scratch), progress)
+            Path(scratch, "sha256").write_text(_digest(built.read_bytes()))
+            folder.mkdir(mode=0o700, exist_ok=True)
             built.replace(library)
             Path(scratch, "sha256").replace(digest)
+        store.drop_unused(keys.values())
     except OSError as error:
         remedy = "make it writable, or choose another"
         raise BuildError(
@@ -95,46 +100,58 @@ def _sources() -> list[Path]:
     return sorted(_SOURCE_FOLDER.glob("*.cpp"))
 
 
-def _key(toolchain: Toolchain, flags: tuple[str, ...]) -> str:
-    content = hashlib.sha256()
-    for text in (toolchain.version, torch.__version__, *flags):
-        content.update(text.encode() + b"\0")
-    for path in sorted([*_sources(), *_SOURCE_FOLDER.glob("*.h")]):
-        content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return content.hexdigest()[:32]
+def _key(toolchain: Toolchain, flags: tuple[str, ...], source: Path) -> str:
+    """Returns a hash of all that an object depends on."""
+    files = (source, *sorted(included_headers(source)))
+    contents = (part for path in files for part in (path.name, path.read_bytes()))
+    return _digest(toolchain.version, torch.__version__, *flags, *contents)
+
+
+def _digest(*contents: str | bytes) -> str:
+    """Returns a hash of contents and of where each ends."""
+    result = hashlib.sha256()
+    for content in contents:
+        encoded = content.encode() if isinstance(content, str) else content
+        result.update(len(encoded).to_bytes(8, "little") + encoded)
+    return result.hexdigest()
 
 
 def _is_intact(library: Path, digest: Path) -> bool:
     if not library.exists():
         return False
     try:
-        if digest.read_text() == _sha256(library):
+        if digest.read_text() == _digest(library.read_bytes()):
             return True
     except OSError:
         pass
-    _logger.warning("%s is damaged: compiling it again", library)
+    _logger.warning("%s is damaged: linking it again", library)
     return False
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _compile(
-    toolchain: Toolchain, sources: list[Path], flags: tuple[str, ...], folder: Path, progress: Callable[[int], None]
+    toolchain: Toolchain,
+    store: ObjectStore,
+    keys: Mapping[Path, str],
+    flags: tuple[str, ...],
+    folder: Path,
+    progress: Callable[[int], None],
 ) -> Path:
+    """Compiles what the store lacks and links all of it; returns the library, in the folder."""
     torch_folder = Path(torch.__file__).parent
     include = f"-I{torch_folder / 'include'}"
 
-    def compile_one(source: Path) -> Path:
-        target = folder / f"{source.stem}.o"
-        _run([toolchain.compiler, *flags, include, "-c", str(source), "-o", str(target)])
+    def object_of(source: Path) -> Path:
+        kept = store.find(source.stem, keys[source])
+        if kept is None:
+            target = folder / f"{source.stem}.o"
+            _run([toolchain.compiler, *flags, include, "-c", str(source), "-o", str(target)])
+            kept = store.keep(target, source.stem, keys[source])
         progress(1)
-        return target
+        return kept
 
     # The one with torch's headers takes longest: it goes first.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sorted(sources, key=lambda source: source.stem != "doors")))
+        objects = list(pool.map(object_of, sorted(keys, key=lambda source: source.stem != "doors")))
     library = folder / "library.so"
     # Linked to torch's own OpenMP runtime: a second one would bring a second pool of threads that spin beside the first.
     torch_libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-ltorch"]

@@ -1,11 +1,13 @@
 """What a compiler is told of the C++ ops that models call: the shapes, dtypes and strides of their results.
 
-Sizes may be symbolic, so nothing here branches on one.
+An op whose arguments are those of the registered op of its name has that one's fake. Those that take a packed weight have their own
+here. Sizes may be symbolic, so nothing here branches on one.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,28 +15,24 @@ from torch import Tensor
 
 def register_fakes(namespace: str) -> None:
     """Registers the fakes of a loaded library's ops, for as long as the process lives: its ops live as long."""
-    fakes: dict[str, Callable[..., Any]] = {
-        "linear_pack": _nothing,
-        "linear_unpack": _linear_unpack,
-        "packed_embedding": _packed_embedding,
-        "linear": _linear,
-        "linear_float32": _linear_float32,
-        "linear_argmax": _linear_argmax,
-        "rms_norm": _rms_norm,
-        "fused_add_rms_norm": _nothing,
-        "silu_and_mul": _silu_and_mul,
-        "embedding": _embedding,
-        "rotary_embedding": _nothing,
-        "store_kv": _order,
-        "rotary_store_kv": _rotary_store_kv,
-        "paged_attention": _nothing,
-    }
-    for name, fake in fakes.items():
-        torch.library.register_fake(f"{namespace}::{name}", fake)
+    for qualified in torch._C._dispatch_get_all_op_names():
+        of, _, name = qualified.partition("::")
+        # A compiler never sees the ops that record.
+        if of == namespace and not name.startswith("pool_"):
+            torch.library.register_fake(qualified, OWN_FAKES.get(name) or _fake_of_registered(name))
 
 
-def _nothing(*_args: object) -> None:
-    """Of an op that only writes to its arguments."""
+def _fake_of_registered(name: str) -> Callable[..., Any]:
+    """Returns a fake that asks the registered op; whoever calls the C++ op has imported that one's module."""
+
+    def fake(*args: Any) -> Any:
+        return getattr(torch.ops.modelworker, name).default(*args)
+
+    return fake
+
+
+def _linear_pack(weight: Tensor, packed: Tensor) -> None:
+    pass
 
 
 def _linear_unpack(packed: Tensor, out_features: int, in_features: int) -> Tensor:
@@ -62,21 +60,14 @@ def _linear_argmax(x: Tensor, packed: Tensor, out_features: int) -> tuple[Tensor
     )
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _silu_and_mul(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-
-
-def _embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    return weight.new_empty(ids.shape[0], weight.shape[1])
-
-
-def _order(key: Tensor, *_args: object) -> Tensor:
-    return key.new_empty(0)
-
-
-def _rotary_store_kv(query: Tensor, key: Tensor, *_args: object) -> Tensor:
-    return key.new_empty(0)
+OWN_FAKES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "linear_pack": _linear_pack,
+        "linear_unpack": _linear_unpack,
+        "packed_embedding": _packed_embedding,
+        "linear": _linear,
+        "linear_float32": _linear_float32,
+        "linear_argmax": _linear_argmax,
+    }
+)
+"""Of the ops whose arguments are others than the registered op's, or that have none."""

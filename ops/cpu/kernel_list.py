@@ -1,4 +1,4 @@
-"""Recorded lists of C++ kernels, which run in one parallel region."""
+"""Recorded lists of C++ kernels, which run in one call."""
 
 import ctypes
 import weakref
@@ -41,7 +41,7 @@ class KernelList:
             self._functions.modelworker_record_end()
 
     def replay(self) -> None:
-        """Hot path: runs the list in one parallel region."""
+        """Hot path: runs the list."""
         self._functions.modelworker_list_replay(self._open_list())
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 #include "launch.h"
 
-#include <omp.h>
+#include <array>
 
-#include "barrier.h"
+#include "crew.h"
 #include "recording.h"
 
 namespace modelworker {
@@ -11,15 +11,9 @@ void run(const Launch* launches, int count) {
   if (List* list = recording(); list != nullptr) {
     for (int i = 0; i < count; ++i) list->append(launches[i]);
   }
-  Barrier barrier;
-#pragma omp parallel
-  {
-    const Team team{omp_get_thread_num(), omp_get_num_threads()};
-    for (int i = 0; i < count; ++i) {
-      launches[i].body(launches[i].arguments, team);
-      if (i + 1 < count) barrier.wait(team.count);
-    }
-  }
+  std::array<Task, kMaxLaunches> tasks;
+  for (int i = 0; i < count; ++i) tasks[static_cast<size_t>(i)] = {launches[i].body, launches[i].arguments};
+  run_tasks(tasks.data(), static_cast<size_t>(count));
 }
 
 }  // namespace modelworker

@@ -1,4 +1,4 @@
-// How bodies are run: at once in a parallel region of their own, or appended to a list that is replayed in one region.
+// How bodies are run: at once, or appended to a list that is replayed as a whole.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,9 @@ struct Launch {
   size_t num_argument_bytes;
 };
 
-// Runs launches in order, with a barrier between them, in one parallel region; while a list is being recorded, also appends them to it.
+constexpr int kMaxLaunches = 4;
+
+// Runs up to kMaxLaunches launches, each when the one before is done; while a list is being recorded, also appends them to it.
 void run(const Launch* launches, int count);
 
 template <typename Arguments>

@@ -1,6 +1,9 @@
 """The compiled kernels, loaded into this process."""
 
 import ctypes
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +57,22 @@ def _load(path: Path, level: IsaLevel) -> None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        raise BuildError(f"{path}: can't be loaded: {error.__cause__ or error}") from error
+        raise BuildError(f"{path}: can't be loaded: {_explain(str(error.__cause__ or error))}") from error
     register_fakes(level.namespace)
+
+
+def _explain(message: str) -> str:
+    """Names a function of ours that the linker didn't find as the sources name it, and says what was forgotten."""
+    found = re.search(r"undefined symbol: (\w*11modelworker\w+)", message)
+    if found is None:
+        return message
+    name = found[1]
+    if (demangler := shutil.which("c++filt")) is not None:
+        name = subprocess.run([demangler, name], capture_output=True, text=True, check=True).stdout.strip()
+    return (
+        f"undefined symbol: {name}: it is declared, and no .cpp file defines it"
+        " (a kernel needs `template void NAME<float>(const void*, Team);` and the same for BFloat16 behind its definition)"
+    )
 
 
 def _functions(path: Path) -> ctypes.CDLL:

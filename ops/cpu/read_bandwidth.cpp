@@ -1,10 +1,11 @@
 // How fast this machine reads memory: the limit of kernels that read weights, keys and values once.
-#include <omp.h>
-
+#include <chrono>
 #include <cstdint>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
+
+#include "crew.h"
 
 namespace {
 
@@ -35,26 +36,26 @@ uint64_t read_pieces(const char* from, int64_t num_pieces) {
 #endif
 }
 
+struct ReadArguments {
+  const char* buffer;
+  int64_t num_pieces;
+};
+
+void read_share(const void* arguments, modelworker::Team team) {
+  const auto& a = *static_cast<const ReadArguments*>(arguments);
+  const modelworker::Range pieces = modelworker::share_of(team, a.num_pieces);
+  const uint64_t read = read_pieces(a.buffer + pieces.begin * kPieceBytes, pieces.end - pieces.begin);
+  asm volatile("" : : "r"(read));
+}
+
 }  // namespace
 
 // For Python (ctypes): reads a buffer with all threads, each a range of its own, and returns the seconds that it took. The buffer starts
 // on a boundary of 8 bytes; bytes behind its last whole 256 are left out.
 extern "C" double modelworker_read_seconds(const char* buffer, int64_t num_bytes) {
-  double begun = 0;
-  double ended = 0;
-#pragma omp parallel
-  {
-#pragma omp barrier
-#pragma omp master
-    begun = omp_get_wtime();
-    const int64_t pieces = num_bytes / kPieceBytes;
-    const int64_t first = pieces * omp_get_thread_num() / omp_get_num_threads();
-    const int64_t last = pieces * (omp_get_thread_num() + 1) / omp_get_num_threads();
-    const uint64_t read = read_pieces(buffer + first * kPieceBytes, last - first);
-    asm volatile("" : : "r"(read));
-#pragma omp barrier
-#pragma omp master
-    ended = omp_get_wtime();
-  }
-  return ended - begun;
+  const ReadArguments arguments{buffer, num_bytes / kPieceBytes};
+  const modelworker::Task task{read_share, &arguments};
+  const auto begun = std::chrono::steady_clock::now();
+  modelworker::run_tasks(&task, 1);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
 }

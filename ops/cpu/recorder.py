@@ -62,7 +62,7 @@ class RecordedStep(Generic[T]):
 
     @property
     def num_bound_calls(self) -> Mapping[str, int]:
-        """How often each other op is called; without any, a replay is one parallel region."""
+        """How often each other op is called; without any, a replay is one list."""
         return Counter(segment.name for segment in self._segments if isinstance(segment, BoundCall))
 
     def replay(self) -> None:
@@ -100,13 +100,15 @@ class Recorder:
         """Runs a step once, in inference mode, and records what it runs on this thread.
 
         Raises:
-            UnrecordableError: the step depends on a tensor's values, or computes on another device.
+            UnrecordableError: the step depends on a tensor's values, computes on another device, or returns a tensor that no
+                recorded op made.
         """
         mode = _Recording(self._pool)
         try:
             with torch.inference_mode(), mode.kernels, _ValueGuard(mode), mode:
                 mode.resume()
                 outputs = run()
+            mode.check_returned(outputs)
         except BaseException:
             mode.abandon()
             raise
@@ -129,6 +131,8 @@ class _Recording(TorchDispatchMode):
         self.is_inside = False
         self._pool = pool
         self._library = pool.library
+        # By their storages: outside of the pool, what other ops read or write.
+        self._seen: dict[int, Tensor] = {}
         self._list = KernelList(pool)
         self._segments: list[KernelList | BoundCall] = [self._list]
 
@@ -139,6 +143,20 @@ class _Recording(TorchDispatchMode):
     def finish(self) -> list[KernelList | BoundCall]:
         """Returns the recorded lists and calls, in order."""
         return [segment for segment in self._segments if isinstance(segment, BoundCall) or len(segment) > 0]
+
+    def check_returned(self, outputs: object) -> None:
+        """Refuses a tensor whose values a replay would leave as they are now: one that was made meanwhile, by no op that was seen.
+
+        What is made in inference mode is an inference tensor. One that was made earlier and that no op reads or writes can't be
+        told from it, and is refused, too.
+        """
+        for tensor in _tensors_of((outputs,), {}):
+            is_known = self._pool.holds(tensor) or _storage_of(tensor) in self.kept.keys() | self._seen.keys()
+            if tensor.numel() > 0 and tensor.is_inference() and not is_known:
+                raise UnrecordableError(
+                    f"the step returns a tensor {list(tensor.shape)} that no recorded op made: a replay would not compute it again"
+                    " (what runs without torch's dispatcher, such as a compiled piece, can't be recorded)"
+                )
 
     def abandon(self) -> None:
         """Frees everything."""
@@ -187,6 +205,7 @@ class _Recording(TorchDispatchMode):
         if op.overloadpacket not in _ALLOCATIONS and (new or (op._schema.is_mutable and not only_changes_view)):
             for tensor in new:
                 pooled[id(tensor)].copy_(tensor)
+            self._seen.update((_storage_of(tensor), tensor) for tensor in tensors if not self._pool.holds(tensor))
             self._bind(op, args, kwargs, [pooled.get(id(tensor)) for tensor in returned_tensors(result)])
         return tree_map_only(Tensor, lambda tensor: pooled.get(id(tensor), tensor), result)
 

@@ -1,10 +1,6 @@
 #include "recording.h"
 
-#include <omp.h>
-
 #include <cstring>
-
-#include "barrier.h"
 
 namespace modelworker {
 namespace {
@@ -18,20 +14,11 @@ List* recording() { return recorded_list; }
 void List::append(const Launch& launch) {
   auto arguments = std::make_unique<unsigned char[]>(launch.num_argument_bytes);
   std::memcpy(arguments.get(), launch.arguments, launch.num_argument_bytes);
-  launches_.push_back({launch.body, std::move(arguments)});
+  tasks_.push_back({launch.body, arguments.get()});
+  arguments_.push_back(std::move(arguments));
 }
 
-void List::replay() const {
-  Barrier barrier;
-#pragma omp parallel
-  {
-    const Team team{omp_get_thread_num(), omp_get_num_threads()};
-    for (const Recorded& launch : launches_) {
-      launch.body(launch.arguments.get(), team);
-      barrier.wait(team.count);
-    }
-  }
-}
+void List::replay() const { run_tasks(tasks_.data(), tasks_.size()); }
 
 }  // namespace modelworker
 

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "crew.h"
 #include "launch.h"
 #include "memory_pool.h"
 
@@ -14,20 +15,16 @@ class List {
   explicit List(std::shared_ptr<MemoryPool> pool) : pool_(std::move(pool)) {}
 
   void append(const Launch& launch);
-  // Runs the bodies in order, with a barrier behind each, in one parallel region.
+  // Runs the bodies, each when the one before is done.
   void replay() const;
-  size_t size() const { return launches_.size(); }
+  size_t size() const { return tasks_.size(); }
   const std::shared_ptr<MemoryPool>& pool() const { return pool_; }
 
  private:
-  struct Recorded {
-    Body body;
-    std::unique_ptr<unsigned char[]> arguments;
-  };
-
   // What kernels leave for each other, and what an op uses while it runs, lies in the pool.
   std::shared_ptr<MemoryPool> pool_;
-  std::vector<Recorded> launches_;
+  std::vector<Task> tasks_;
+  std::vector<std::unique_ptr<unsigned char[]>> arguments_;
 };
 
 // The list that this thread is recording, or null.

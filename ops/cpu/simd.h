@@ -60,7 +60,7 @@ inline Vector minimum(Vector a, Vector b) { return {_mm512_min_ps(a.value, b.val
 inline float sum(Vector v) { return _mm512_reduce_add_ps(v.value); }
 inline float largest(Vector v) { return _mm512_reduce_max_ps(v.value); }
 inline Vector round_to_integer(Vector v) { return {_mm512_roundscale_ps(v.value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// 2^v for whole numbers v in -127 .. 127.
+// 2^v for whole numbers v in -126 .. 127; infinity for 128.
 inline Vector power_of_two(Vector v) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(v.value), _mm512_set1_epi32(127)), 23))};
 }
@@ -138,10 +138,10 @@ inline Vector power_of_two(Vector v) { return {std::ldexp(1.0f, static_cast<int>
 #endif
 
 // e^x within 2 units in the last place: 2^n e^r with n = round(x / ln 2), r reduced in two steps, e^r by a polynomial of degree 6
-// (Cephes, expf). Below -87 the result is the smallest normal number's neighbourhood, which a softmax can't tell from 0; NaN stays NaN
-// where the ISA's minimum and maximum keep their second operand.
+// (Cephes, expf). Above 88.37, a little before the largest number, the result is infinity; below -87.3 it is the smallest normal number's
+// neighbourhood, which a softmax can't tell from 0. NaN stays NaN: the ISA's minimum and maximum keep their second operand.
 inline Vector exponential(Vector x) {
-  x = maximum(broadcast(-87.3f), minimum(broadcast(88.0f), x));
+  x = maximum(broadcast(-87.3f), minimum(broadcast(89.0f), x));
   const Vector n = round_to_integer(x * broadcast(1.44269504f));
   Vector r = multiply_add(n, broadcast(-0.693359375f), x);
   r = multiply_add(n, broadcast(2.12194440e-4f), r);

@@ -1,7 +1,7 @@
-// A kernel is an SPMD body: every thread of a team calls it with the same arguments and its own index, and takes its share of the work.
+// A kernel is an SPMD body: it is called once for every index of a team, with the same arguments, and computes that share of the work.
 //
-// A body neither starts threads nor waits for others: whoever runs it puts a barrier behind it. So the same body serves two doors: a
-// torch op that opens a parallel region for it alone, and a recorded list of bodies that runs inside one region.
+// A body neither starts threads nor waits for others: what comes next begins when all of its shares are done (crew.h). So the same
+// body serves two doors: a torch op that runs it alone, and a recorded list of bodies that is run as a whole.
 #pragma once
 #include <cstdint>
 

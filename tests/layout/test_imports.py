@@ -19,7 +19,13 @@ EDGE = re.compile(
 )
 STRUCTLOG = {f"modelworker.worker.{name}" for name in ("cli", "server", "interceptor", "telemetry")}
 # `serve` answers liveness before torch is loaded: it loads start-up by name, on the engine thread.
-IMPORTLIB = {"modelworker.worker.cli", "modelworker.worker.command_serve"}
+# A warm start compiles nothing: it must not load Dynamo and Inductor, and generated extensions are loaded from memory.
+IMPORTLIB = {
+    "modelworker.worker.cli",
+    "modelworker.worker.command_serve",
+    "modelworker.compiler.compile",
+    "modelworker.compiler.generated_code",
+}
 # What models share with the worker around them.
 WORKER_MODULES_FOR_MODELS = {"modelworker.worker.errors", "modelworker.worker.progress"}
 HOT = re.compile(

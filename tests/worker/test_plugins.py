@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from modelworker.worker.client import Client
+from modelworker.worker.cpu_kernels import CpuKernels
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.op_plan import plan_ops
 from modelworker.worker.settings import OpsSettings
@@ -52,8 +53,8 @@ def test_an_installed_plugin_replaces_an_op_of_the_served_model(site: Path, tmp_
         log = worker.log()
     assert ops["silu_and_mul"].implementation == "out of tree (modelworker_fast_silu.FastSiluAndMul)"
     assert ops["silu_and_mul"].reason == "custom_ops is all"
-    assert list(ops["silu_and_mul"].alternatives) == ["native"]
-    assert ops["rms_norm"].implementation == "native"
+    assert list(ops["silu_and_mul"].alternatives) == ["native", "c++"]
+    assert ops["rms_norm"].implementation == "c++"
     assert ops["attention"].implementation == "built in"
     assert "loaded plug-in fast_silu of modelworker-fast-silu 1.0" in log
     assert {line.split()[0] for line in table.splitlines()} == {"op", *ops}
@@ -81,7 +82,7 @@ def declare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Declare
 
 
 def plan(*custom_ops: str) -> Any:
-    return plan_ops(OpsSettings(custom_ops=custom_ops), CPU, compiles=False)
+    return plan_ops(OpsSettings(custom_ops=custom_ops), CPU, CpuKernels(), compiles=False)
 
 
 REGISTERS = """
