@@ -91,7 +91,10 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             device=device,
             identity=_identity(config, model),
         )
-        decoder = prepare_decoder(plan, parts, settings, CompileCounters(), progress)
+        compiling = CompileCounters()
+        decoder = prepare_decoder(plan, parts, settings, compiling, progress)
+        for event, amount in compiling.snapshot().items():
+            counters.increment("compile_events_total", amount, event=event)
         kv_cache.zero()
         description = WorkerDescription(
             model=describe_model(settings.model, config, model, dtype, loaded, max_model_len),
