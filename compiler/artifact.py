@@ -5,7 +5,7 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from modelworker.compiler.generated_code import GeneratedCode
 from modelworker.compiler.program import Program
@@ -13,6 +13,7 @@ from modelworker.compiler.program_json import program_from_json, program_to_json
 
 _MAGIC = b"modelworker compiled model 1\n"
 _DIGEST_LENGTH = 64
+_TRITON = "triton/"
 # Everything that goes in has the same time, so that equal models are equal bytes.
 _TIME = (1980, 1, 1, 0, 0, 0)
 
@@ -32,11 +33,13 @@ class Artifact:
         program: its stages.
         codes: of its unique pieces, in the order of `program.pieces`.
         plain_codes: of the same, calling their ops one by one.
+        triton_files: the compiled kernels of the codes, as Triton keeps them; empty where there are none.
     """
 
     program: Program
     codes: tuple[GeneratedCode, ...]
     plain_codes: tuple[GeneratedCode, ...] = ()
+    triton_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def write_artifact(artifact: Artifact, factors: Factors) -> bytes:
@@ -55,6 +58,8 @@ def write_artifact(artifact: Artifact, factors: Factors) -> bytes:
                 add(f"pieces/{index}/kernels/{name}", library)
         for index, code in enumerate(artifact.plain_codes):
             add(f"pieces/{index}/plain.py", code.source)
+        for name, content in artifact.triton_files.items():
+            add(f"{_TRITON}{name}", content)
     payload = buffer.getvalue()
     return _MAGIC + hashlib.sha256(payload).hexdigest().encode() + payload
 
@@ -88,4 +93,5 @@ def read_artifact(data: bytes, factors: Factors) -> Artifact:
         plain = [
             GeneratedCode(archive.read(name).decode(), {}) for index in indices if (name := f"pieces/{index}/plain.py") in names
         ]
-        return Artifact(program, tuple(map(code, indices)), tuple(plain))
+        triton_files = {name.removeprefix(_TRITON): archive.read(name) for name in names if name.startswith(_TRITON)}
+        return Artifact(program, tuple(map(code, indices)), tuple(plain), triton_files)

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from modelworker.compiler.artifact import Artifact, DamagedArtifactError, Factor
 
 _logger = logging.getLogger(__name__)
 
+_KEPT_SECONDS = 30 * 24 * 3600
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -47,8 +49,10 @@ class ArtifactCache:
         """Returns the model that was made from the same factors, or why there is none."""
         path = self.directory / f"{name_of(factors)}.artifact"
         try:
-            data = self._read(path)
-            return read_artifact(data, factors)
+            found = read_artifact(self._read(path), factors)
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            return found
         except FileNotFoundError:
             return Miss("absent", f"{path}: not compiled before")
         except _UntrustedError as error:
@@ -69,6 +73,7 @@ class ArtifactCache:
             self._prepare()
             self._write(f"{name}.json", json.dumps(factors, indent=2, sort_keys=True).encode())
             self._write(f"{name}.artifact", write_artifact(artifact, factors))
+            self._forget_old()
         except _UntrustedError as error:
             return str(error)
         except OSError as error:
@@ -85,6 +90,15 @@ class ArtifactCache:
             return directory if os.access(directory, os.W_OK) else None
         except (OSError, _UntrustedError):
             return None
+
+    def _forget_old(self) -> None:
+        """Removes what no worker has used for a long time: each change of model, settings or code leaves an artefact behind."""
+        before = time.time() - _KEPT_SECONDS
+        for path in self.directory.glob("*.artifact"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < before:
+                    path.unlink()
+                    path.with_suffix(".json").unlink(missing_ok=True)
 
     def _prepare(self) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)

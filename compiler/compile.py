@@ -3,6 +3,7 @@
 What a warm start needs is small. Dynamo and Inductor, which take seconds to load, are loaded by name, and only to compile.
 """
 
+import contextlib
 import importlib
 import logging
 import time
@@ -12,12 +13,16 @@ from typing import Any
 from modelworker.compiler.artifact import Artifact, Factors
 from modelworker.compiler.cache import ArtifactCache, Miss
 from modelworker.compiler.counters import CompileCounters
+from modelworker.compiler.errors import CompileError
 from modelworker.compiler.factors import collect_factors
 from modelworker.compiler.generated_code import load_code
 from modelworker.compiler.graph_pass import GraphPass
 from modelworker.compiler.model import CompiledModel
 from modelworker.compiler.model_source import ModelSource
+from modelworker.compiler.partitioned_model import PartitionedModel
+from modelworker.compiler.program import PieceStage, Program
 from modelworker.compiler.settings import CompileSettings
+from modelworker.compiler.triton_files import triton_directory
 
 _logger = logging.getLogger(__name__)
 
@@ -48,10 +53,10 @@ def compile_model(
         CompileError: the model can't be compiled. Its message names the place in the model's code where there is one.
     """
     factors = collect_factors(model, settings, passes)
-    compiled = None if cache is None else _load(cache, factors, model, counters)
+    compiled = None if cache is None else _load(cache, factors, model, settings, counters)
     if compiled is None:
         artifact = _compile(model, settings, passes, cache, counters, advance)
-        compiled = _link(artifact, model)
+        compiled = _link(artifact, model, settings)
         if cache is not None:
             _store(cache, artifact, factors, counters)
     counters.increment("pieces", len(compiled.pieces))
@@ -68,7 +73,8 @@ def _compile(
 ) -> Artifact:
     pipeline = _pipeline()
     started = time.monotonic()
-    program, pieces = pipeline.cut_model(model)
+    program, pieces = pipeline.cut_model(model, settings)
+    _check_any_length(program, model)
     _logger.info(
         "traced the model in %.1f s: %d stages, %d unique pieces", time.monotonic() - started, len(program.stages), len(pieces)
     )
@@ -76,17 +82,27 @@ def _compile(
         written: Artifact = pipeline.write_pieces(program, pieces)
         return written
     directory = None if cache is None else cache.work_directory()
-    artifact: Artifact = pipeline.compile_pieces(program, pieces, settings, passes, counters, directory, advance)
+    artifact: Artifact = pipeline.compile_pieces(model, program, pieces, settings, passes, counters, directory, advance)
     _logger.info("compiled %d unique pieces in %.1f s", len(pieces), time.monotonic() - started)
     return artifact
 
 
-def _load(cache: ArtifactCache, factors: Factors, model: ModelSource, counters: CompileCounters) -> CompiledModel | None:
+def _check_any_length(program: Program, model: ModelSource) -> None:
+    """Holds the model to what its key leaves out."""
+    names = dict(enumerate((*program.inputs, *program.bound)))
+    for stage in program.stages:
+        if isinstance(stage, PieceStage) and (read := {names.get(slot) for slot in stage.reads} & model.any_length):
+            raise CompileError(f"a piece reads {sorted(map(str, read))[0]}, which only splitting ops may read")
+
+
+def _load(
+    cache: ArtifactCache, factors: Factors, model: ModelSource, settings: CompileSettings, counters: CompileCounters
+) -> CompiledModel | None:
     started = time.monotonic()
     found = cache.load(factors)
     if isinstance(found, Artifact):
         try:
-            compiled = _link(found, model)
+            compiled = _link(found, model, settings)
         except ImportError as error:
             found = Miss("damaged", f"{cache.directory}: a kernel can't be loaded: {error}")
         else:
@@ -106,10 +122,12 @@ def _store(cache: ArtifactCache, artifact: Artifact, factors: Factors, counters:
         _logger.warning("the compiled code is not kept: %s", failure)
 
 
-def _link(artifact: Artifact, model: ModelSource) -> CompiledModel:
-    codes = [load_code(code) for code in artifact.codes]
+def _link(artifact: Artifact, model: ModelSource, settings: CompileSettings) -> CompiledModel:
+    with triton_directory(artifact.triton_files) if artifact.triton_files else contextlib.nullcontext():
+        codes = [load_code(code) for code in artifact.codes]
     plain_codes = [load_code(code) for code in artifact.plain_codes]
-    return CompiledModel(artifact.program, codes, model.bound, plain_codes=plain_codes)
+    kind = PartitionedModel if settings.partition == "inductor" and settings.backend == "inductor" else CompiledModel
+    return kind(artifact.program, codes, model.bound, plain_codes=plain_codes)
 
 
 def _pipeline() -> Any:

@@ -6,13 +6,12 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from modelworker.compiler.artifact import Factors
 from modelworker.compiler.graph_pass import GraphPass
@@ -47,21 +46,23 @@ def collect_factors(model: ModelSource, settings: CompileSettings, passes: Itera
         "passes": [one.name for one in passes],
         "model": dict(sorted(model.identity.items())),
         "inputs": inputs,
-        "bound": _digest(_kinds(model.bound)),
+        "max_sizes": dict(sorted(model.max_sizes.items())),
+        "bound": _digest(_kinds(model)),
         "splitting_ops": sorted(model.splitting_ops),
         "op_schemas": _digest(_schemas(model.op_namespaces)),
         "sources": sorted([f"{path.parent.name}/{path.name}", hashlib.sha256(path.read_bytes()).hexdigest()] for path in files),
     }
 
 
-def _kinds(bound: Mapping[str, Tensor]) -> Iterator[str]:
+def _kinds(model: ModelSource) -> Iterator[str]:
     """Yields what is known of each tensor, and with which one it is the same or shares memory."""
     first_with: dict[int, str] = {}
     first_in: dict[int, str] = {}
-    for name, tensor in bound.items():
+    for name, tensor in model.bound.items():
         same = first_with.setdefault(id(tensor), name)
         shared = first_in.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), name)
-        yield f"{name} {same} {shared} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype} {tensor.device}"
+        shape = ("any", *tensor.shape[1:]) if name in model.any_length else tuple(tensor.shape)
+        yield f"{name} {same} {shared} {shape} {tensor.stride()} {tensor.dtype} {tensor.device}"
 
 
 def _schemas(namespaces: Iterable[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -33,6 +33,7 @@ class PieceGraph:
         inputs: nodes of the model's graph.
         outputs: nodes of the model's graph; what the piece writes to its inputs is not among them.
         geometries: of the inputs.
+        max_sizes: of the sizes that vary, in the order of their first use in geometries; None: not known.
         form: the canonical form: equal for pieces that compute the same from inputs of the same kind.
     """
 
@@ -40,6 +41,7 @@ class PieceGraph:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     geometries: tuple[Geometry, ...]
+    max_sizes: tuple[int | None, ...]
     form: str
 
     def digest(self, returned: Iterable[int]) -> str:
@@ -47,7 +49,7 @@ class PieceGraph:
         text = f"{self.form}\nreturns {','.join(map(str, returned))}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def fake_inputs(self) -> tuple[FakeTensorMode, list[Tensor]]:
+    def fake_inputs(self) -> "FakeInputs":
         """Makes inputs without memory whose varying sizes are unknown, so that no code can be specialized for one of them."""
         shape_env = ShapeEnv()
         mode = FakeTensorMode(shape_env=shape_env)
@@ -63,15 +65,15 @@ class PieceGraph:
             fakes = [_fake(geometry, values) for geometry in self.geometries]
         # The symbols are sizes of inputs, not something that an operation has just made.
         shape_env.pending_fresh_unbacked_symbols.clear()
-        return mode, fakes
+        return FakeInputs(mode, fakes, tuple(sizes.values()))
 
     def mutated_inputs(self) -> dict[int, bool]:
         """Returns the indices of the inputs that the piece writes to, and whether only ATen ops do so."""
-        mode, fakes = self.fake_inputs()
+        fakes = self.fake_inputs()
         writes = _Writes()
-        with torch.no_grad(), mode, writes:
-            fx.Interpreter(fx.GraphModule({}, self.graph)).run(*fakes)
-        storages = [fake.untyped_storage()._cdata for fake in fakes]
+        with torch.no_grad(), fakes.mode, writes:
+            fx.Interpreter(fx.GraphModule({}, self.graph)).run(*fakes.tensors)
+        storages = [fake.untyped_storage()._cdata for fake in fakes.tensors]
         return {index: storage not in writes.by_kernel for index, storage in enumerate(storages) if storage in writes.all}
 
     def module(self, mutated: Iterable[int]) -> fx.GraphModule:
@@ -94,6 +96,20 @@ class PieceGraph:
             added.append(clone)
         output.args = ((*output.args[0], *added),)
         return fx.GraphModule({}, graph)
+
+
+class FakeInputs(NamedTuple):
+    """Inputs of a piece without memory.
+
+    Attributes:
+        mode: that they belong to.
+        tensors: the inputs.
+        sizes: that vary, in the order of `PieceGraph.max_sizes`.
+    """
+
+    mode: FakeTensorMode
+    tensors: list[Tensor]
+    sizes: tuple[torch.SymInt, ...]
 
 
 class _Writes(TorchDispatchMode):
@@ -140,7 +156,9 @@ def build_piece(trace: Trace, split: Split, run: Run, wanted: Iterable[fx.Node])
     builder.graph.output(tuple(builder.copies[node] for node in outputs))
     inputs = tuple(builder.inputs)
     geometries = tuple(geometry_of(node, trace.sizes) for node in inputs)
-    return PieceGraph(builder.graph, inputs, tuple(outputs), geometries, canonical_form(builder.graph, geometries))
+    max_sizes = tuple(trace.max_sizes.get(str(symbol)) for symbol in _symbols_of(geometries))
+    form = canonical_form(builder.graph, geometries, max_sizes)
+    return PieceGraph(builder.graph, inputs, tuple(outputs), geometries, max_sizes, form)
 
 
 class _Builder:
@@ -244,7 +262,7 @@ def _fake(geometry: Geometry, values: Callable[[Iterable[sympy.Expr]], list[int 
     return torch.empty(num_elements + 1, dtype=geometry.dtype, device=geometry.device).as_strided(shape, strides, 1)
 
 
-def canonical_form(graph: fx.Graph, geometries: Iterable[Geometry]) -> str:
+def canonical_form(graph: fx.Graph, geometries: Iterable[Geometry], max_sizes: Iterable[int | None]) -> str:
     """Writes a graph down without names: what it calls with which arguments, and the kinds of its inputs.
 
     Where in its memory an input begins is not part of it, but for its alignment: packed weights share one block of memory.
@@ -259,6 +277,7 @@ def canonical_form(graph: fx.Graph, geometries: Iterable[Geometry]) -> str:
         f"{geometry.dtype} {geometry.device} [{spell(geometry.shape)}] [{spell(geometry.strides)}] {geometry.is_aligned}"
         for geometry in geometries
     ]
+    lines.append(f"at most {list(max_sizes)}")
     numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node.op != "placeholder":

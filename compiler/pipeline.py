@@ -16,19 +16,22 @@ from modelworker.compiler.program import Program
 from modelworker.compiler.settings import CompileSettings
 from modelworker.compiler.split import split_graph
 from modelworker.compiler.trace import trace_model
+from modelworker.compiler.triton_files import collect_triton_files, triton_directory
 
 
-def cut_model(model: ModelSource) -> tuple[Program, tuple[UniquePiece, ...]]:
-    """Traces and splits a model.
+def cut_model(model: ModelSource, settings: CompileSettings) -> tuple[Program, tuple[UniquePiece, ...]]:
+    """Traces and splits a model. Where Inductor is to partition it, it is one piece.
 
     Raises:
         CompileError: that is impossible.
     """
-    trace = trace_model(model.function, model.inputs, model.bound)
-    return assemble(trace, split_graph(trace, model.splitting_ops), model.inputs)
+    trace = trace_model(model)
+    splitting_ops = model.splitting_ops if settings.partition == "fx" else ()
+    return assemble(trace, split_graph(trace, splitting_ops), model.inputs)
 
 
 def compile_pieces(
+    model: ModelSource,
     program: Program,
     pieces: Sequence[UniquePiece],
     settings: CompileSettings,
@@ -40,6 +43,7 @@ def compile_pieces(
     """Compiles each unique piece of a program once.
 
     Args:
+        model: that they are pieces of.
         program: of the model.
         pieces: its unique pieces.
         settings: of the compiler.
@@ -53,12 +57,13 @@ def compile_pieces(
     """
     manager = PassManager((*default_passes(), *passes), disabled=settings.disabled_passes, counters=counters)
     codes = []
-    with compiling(directory):
+    partition_at = model.splitting_ops if settings.partition == "inductor" else ()
+    with compiling(directory, partition_at), triton_directory() as triton_files:
         for piece in pieces:
-            codes.append(compile_piece(piece, settings, manager))
+            codes.append(compile_piece(piece, settings, manager, partition_at))
             counters.increment("compiled")
             advance(len(codes), len(pieces))
-    return Artifact(program, tuple(codes), _plain_codes(pieces))
+        return Artifact(program, tuple(codes), _plain_codes(pieces), collect_triton_files(triton_files))
 
 
 def write_pieces(program: Program, pieces: Sequence[UniquePiece]) -> Artifact:

@@ -15,6 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from modelworker.compiler.errors import CompileError
+from modelworker.compiler.model_source import ModelSource
 from modelworker.compiler.program import Dim, StepInput
 
 # The values of example inputs are never read, and no size of theirs is remembered; these only have to differ.
@@ -32,6 +33,7 @@ class Trace:
         outputs: nodes of the results.
         returns_tensor: whether the model returns the only result itself; else a tuple.
         sizes: of the symbols in fake values, the name of the size.
+        max_sizes: of named sizes, as far as they are known.
     """
 
     graph: fx.Graph
@@ -40,6 +42,7 @@ class Trace:
     outputs: tuple[fx.Node, ...]
     returns_tensor: bool
     sizes: "Sizes"
+    max_sizes: Mapping[str, int]
 
 
 class Sizes:
@@ -116,23 +119,21 @@ class _Capture:
         return run
 
 
-def trace_model(function: Callable[..., Any], inputs: Mapping[str, StepInput], bound: Mapping[str, Tensor]) -> Trace:
-    """Traces a function of the step's inputs, without running it.
+def trace_model(model: ModelSource) -> Trace:
+    """Traces a model's function, without running it.
 
     Args:
-        function: takes the inputs in order, and returns a tensor or a tuple of tensors.
-        inputs: by name.
-        bound: every other tensor that the function reads, by name.
+        model: to trace.
 
     Raises:
         CompileError: the function branches on a size or on a tensor's values, does something that can't be traced, or reads a
             tensor that is neither an input nor bound.
     """
     capture = _Capture()
-    examples = _examples(inputs)
+    examples = _examples(model.inputs)
 
     def traced(*arguments: Tensor) -> Any:
-        return function(*arguments)
+        return model.function(*arguments)
 
     # Sizes that vary are said to; none is to be guessed from what another model did.
     patches = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
@@ -152,7 +153,7 @@ def trace_model(function: Callable[..., Any], inputs: Mapping[str, StepInput], b
         reset_code(traced.__code__)
     if capture.module is None:
         raise CompileError("the model computes nothing")
-    return _assemble(capture, examples, tuple(inputs.items()), bound, returned)
+    return _assemble(capture, examples, model, returned)
 
 
 def _examples(inputs: Mapping[str, StepInput]) -> list[Tensor]:
@@ -171,9 +172,7 @@ def _examples(inputs: Mapping[str, StepInput]) -> list[Tensor]:
     return examples
 
 
-def _assemble(
-    capture: _Capture, examples: list[Tensor], inputs: tuple[tuple[str, StepInput], ...], bound: Mapping[str, Tensor], returned: Any
-) -> Trace:
+def _assemble(capture: _Capture, examples: list[Tensor], model: ModelSource, returned: Any) -> Trace:
     module = capture.module
     assert module is not None
     nodes: Any = _output_node(module.graph).args[0]
@@ -185,7 +184,7 @@ def _assemble(
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     index_of_example = {id(example): index for index, example in enumerate(examples)}
     name_of_bound: dict[int, str] = {}
-    for name, tensor in bound.items():
+    for name, tensor in model.bound.items():
         name_of_bound.setdefault(id(tensor), name)
     graph_inputs: dict[int, fx.Node] = {}
     graph_bound: dict[str, fx.Node] = {}
@@ -196,22 +195,22 @@ def _assemble(
             graph_bound[name_of_bound[id(argument)]] = node
         elif isinstance(argument, Tensor):
             raise CompileError(f"the model reads a tensor that is neither an input nor bound: {node.name}")
-    names = _name_sizes(graph_inputs, inputs)
+    names = _name_sizes(graph_inputs, tuple(model.inputs.values()))
     _check_assertions(module.graph, names)
     node_of: dict[int, fx.Node] = {id(result): node for result, node in zip(capture.results, nodes, strict=True)}
     node_of |= {id(examples[index]): node for index, node in graph_inputs.items()}
     if not all(id(result) in node_of for result in results):
         raise CompileError("the model returns a tensor that it does not compute")
     outputs = tuple(node_of[id(result)] for result in results)
-    return Trace(module.graph, graph_inputs, graph_bound, outputs, isinstance(returned, Tensor), names)
+    return Trace(module.graph, graph_inputs, graph_bound, outputs, isinstance(returned, Tensor), names, model.max_sizes)
 
 
-def _name_sizes(graph_inputs: Mapping[int, fx.Node], inputs: tuple[tuple[str, StepInput], ...]) -> Sizes:
+def _name_sizes(graph_inputs: Mapping[int, fx.Node], inputs: tuple[StepInput, ...]) -> Sizes:
     if not graph_inputs:
         raise CompileError("the model reads none of its inputs")
     sizes = Sizes(next(iter(graph_inputs.values())).meta["example_value"].fake_mode.shape_env)
     for index, node in graph_inputs.items():
-        for dim, size in zip(inputs[index][1].shape, node.meta["example_value"].shape, strict=True):
+        for dim, size in zip(inputs[index].shape, node.meta["example_value"].shape, strict=True):
             if isinstance(dim, str):
                 sizes.name(size, dim)
     return sizes

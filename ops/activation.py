@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from modelworker.ops.custom_op import CustomOp
+from modelworker.ops.kernel_op import KernelOp
 from modelworker.ops.library import register_op
-from modelworker.ops.op_settings import OpSettings
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -28,24 +28,15 @@ def _silu_and_mul_fake(x: Tensor) -> Tensor:
 
 
 @CustomOp.register("silu_and_mul", dynamic_arg_dims={"x": 0})
-class SiluAndMul(CustomOp):
+class SiluAndMul(KernelOp):
     """silu of the first half of each row times its second half."""
 
     __call__: Callable[..., Tensor]
-
-    def __init__(self, *, ops: OpSettings) -> None:
-        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle)
-        if ops.kernels is not None:
-            self._kernel = ops.kernels.ops.silu_and_mul.default
+    kernel = "silu_and_mul"
 
     def forward_native(self, x: Tensor) -> Tensor:
         """Takes x [..., 2 * intermediate_size] and returns [..., intermediate_size]."""
         return silu_and_mul(x)
-
-    def forward_cpu(self, x: Tensor) -> Tensor:
-        """As `forward_native`, by the C++ kernel."""
-        result: Tensor = self._kernel(x)
-        return result
 
 
 register_op(silu_and_mul, fake=_silu_and_mul_fake)

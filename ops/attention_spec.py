@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from modelworker.ops.op_spec import SampleShape, padded, random
+from modelworker.ops.op_spec import SampleShape, generator, padded, random
 
 _SCALE = 0.25
 
@@ -79,7 +79,7 @@ def paged_attention_sample(shape: SampleShape) -> tuple[Any, ...]:
     query_lens, seq_lens = _lengths(shape.num_tokens, variant["rows"], variant["context_len"])
     needed = [-(-length // block_size) for length in seq_lens]
     num_blocks = sum(needed) + 3
-    free = (torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
+    free = (torch.randperm(num_blocks - 1, generator=generator(shape, 1)) + 1).tolist()
     block_tables = torch.zeros(len(seq_lens), max(needed, default=0) + shape.padding, dtype=torch.int32)
     sizes = (num_blocks, num_kv_heads, block_size, head_dim)
     caches = [torch.full(sizes, float("nan"), dtype=shape.dtype) for _ in range(2)]
@@ -87,12 +87,12 @@ def paged_attention_sample(shape: SampleShape) -> tuple[Any, ...]:
         block_tables[sequence, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
         tokens = torch.arange(length)
         for seed, cache in enumerate(caches):
-            stored = random(length, num_kv_heads, head_dim, dtype=shape.dtype, seed=10 * sequence + seed)
+            stored = random(shape, length, num_kv_heads, head_dim, seed=10 * sequence + seed)
             cache[block_tables[sequence, tokens // block_size].long(), :, tokens % block_size] = stored
     # Rows behind the last sequence, as a padded batch has them.
     rows = torch.cat(
         (
-            random(shape.num_tokens, num_heads, head_dim, dtype=shape.dtype, seed=2),
+            random(shape, shape.num_tokens, num_heads, head_dim, seed=2),
             torch.full((shape.padding, num_heads, head_dim), float("nan"), dtype=shape.dtype),
         )
     )

@@ -18,5 +18,5 @@ def embedding_reference(weight: Tensor, ids: Tensor) -> Mapping[str, Tensor]:
 def embedding_sample(shape: SampleShape) -> tuple[Any, ...]:
     """Makes a table, and ids in no order, the first and the last row among them."""
     num_rows, size = shape.variant["num_rows"], shape.variant["size"]
-    ids = torch.arange(shape.num_tokens, dtype=torch.int32) * (num_rows - 1) % num_rows
-    return padded(random(num_rows, size, dtype=shape.dtype, seed=1), shape.padding), ids
+    ids = (torch.arange(shape.num_tokens, dtype=torch.int32) * (num_rows - 1) + shape.draw) % num_rows
+    return padded(random(shape, num_rows, size, seed=1), shape.padding), ids

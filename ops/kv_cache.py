@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from modelworker.ops.custom_op import CustomOp
+from modelworker.ops.kernel_op import KernelOp
 from modelworker.ops.library import register_op
 from modelworker.ops.op_settings import OpSettings
 
@@ -36,25 +37,19 @@ def _store_kv_fake(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
 
 
 @CustomOp.register("store_kv", dynamic_arg_dims={"key": 0, "value": 0, "slots": 0})
-class StoreKv(CustomOp):
+class StoreKv(KernelOp):
     """Writes keys and values into the cache, as an op that a compiler doesn't look into: it would copy the cache."""
 
     __call__: Callable[..., Tensor]
+    kernel = "store_kv"
 
     def __init__(self, *, ops: OpSettings) -> None:
-        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle)
+        super().__init__(ops=ops)
         self._op = torch.ops.modelworker.store_kv.default if ops.opaque_ops else store_kv
-        if ops.kernels is not None:
-            self._kernel = ops.kernels.ops.store_kv.default
 
     def forward_native(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> Tensor:
         """Takes the arguments of `store_kv` and returns its empty tensor."""
         order: Tensor = self._op(key, value, key_cache, value_cache, slots)
-        return order
-
-    def forward_cpu(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> Tensor:
-        """As `forward_native`, by the C++ kernel."""
-        order: Tensor = self._kernel(key, value, key_cache, value_cache, slots)
         return order
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelworker.ops.op_spec import RETURNED, SampleShape, random_rows
+from modelworker.ops.op_spec import RETURNED, SampleShape, generator, random_rows
 
 
 def store_kv_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> Mapping[str, Tensor]:
@@ -25,7 +25,7 @@ def store_kv_sample(shape: SampleShape) -> tuple[Any, ...]:
     block_size, num_kv_heads, head_dim = (shape.variant[name] for name in ("block_size", "num_kv_heads", "head_dim"))
     key, value = (random_rows(shape, num_kv_heads, head_dim, seed=seed) for seed in (1, 2))
     num_blocks = shape.num_tokens // block_size + 3
-    slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(3))[: shape.num_tokens]
+    slots = torch.randperm(num_blocks * block_size, generator=generator(shape, 3))[: shape.num_tokens]
     slots[::5] = -1
     key[::5] = value[::5] = float("nan")
     key_cache, value_cache = (

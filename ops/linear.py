@@ -13,6 +13,8 @@ from modelworker.ops.op_settings import OpSettings
 
 # float32 bytes of a bf16 weight converted at a time: small enough to stay in a core's L2 cache until it is multiplied.
 _CONVERTED_BYTES = 1 << 20
+# Elements of bf16 that an AMX tile has in a row.
+_ONEDNN_STEP = 32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -26,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         [num_tokens, out_features], like `x`.
     """
-    return F.linear(x, weight, bias)
+    return F.linear(_before_zeros(x), weight, bias)
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -63,8 +65,19 @@ def linear_argmax(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def best_of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Finds the largest element of each row [n, size], fp32, as `linear_argmax` does."""
     largest, ids = rows.max(-1)
-    # One pass instead of a test of every element: a NaN or infinity anywhere ends up in the sum.
-    return ids, largest, torch.isfinite(largest) & torch.isfinite(rows.sum(-1))
+    # Instead of a test of every element: infinity is the largest or the smallest one, and NaN is both.
+    return ids, largest, torch.isfinite(largest) & torch.isfinite(rows.amin(-1))
+
+
+def _before_zeros(x: Tensor) -> Tensor:
+    """Puts zeros behind each row [n, in_features] of bf16 where oneDNN would read what stands there.
+
+    On a CPU with AMX it reads rows in steps of 32 elements, and a neighbour's NaN times 0 is NaN.
+    """
+    in_features = x.shape[1]
+    if x.is_cuda or x.dtype != torch.bfloat16 or in_features % _ONEDNN_STEP == 0:
+        return x
+    return F.pad(x, (0, -in_features % _ONEDNN_STEP))[:, :in_features]
 
 
 def _matmul_by_rows(x: Tensor, weight: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Mapping[
 def linear_sample(shape: SampleShape) -> tuple[Any, ...]:
     """Makes x, a weight that keeps the size of its rows, and a bias where the variant has one."""
     x, weight = linear_float32_sample(shape)
-    return x, weight, random(weight.shape[0], dtype=shape.dtype, seed=3) if shape.variant["bias"] else None
+    return x, weight, random(shape, weight.shape[0], seed=3) if shape.variant["bias"] else None
 
 
 def linear_float32_reference(x: Tensor, weight: Tensor) -> Mapping[str, Tensor]:
@@ -30,7 +30,7 @@ def linear_float32_reference(x: Tensor, weight: Tensor) -> Mapping[str, Tensor]:
 def linear_float32_sample(shape: SampleShape) -> tuple[Tensor, Tensor]:
     """Makes x and weight."""
     in_features, out_features = shape.variant["in_features"], shape.variant["out_features"]
-    weight = random(out_features, in_features, dtype=shape.dtype, seed=2, scale=in_features**-0.5)
+    weight = random(shape, out_features, in_features, seed=2, scale=in_features**-0.5)
     return random_rows(shape, in_features, seed=1), weight
 
 

@@ -18,7 +18,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Mapping[str, Te
 def rms_norm_sample(shape: SampleShape) -> tuple[Any, ...]:
     """Makes x, weight and eps."""
     size = shape.variant["hidden_size"]
-    return random_rows(shape, size, seed=1), random(size, dtype=shape.dtype, seed=2), _EPS
+    return random_rows(shape, size, seed=1), random(shape, size, seed=2), _EPS
 
 
 def fused_add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Mapping[str, Tensor]:

@@ -34,12 +34,14 @@ class SampleShape:
         padding: NaN elements in front of and behind each row, and NaN rows behind the last: what lies around the real values in a
             merged projection or a padded buffer.
         variant: arguments of the op's own, e.g. the window of attention.
+        draw: another one is a sample of other values, in tensors of the same shapes and strides.
     """
 
     num_tokens: int
     dtype: torch.dtype
     padding: int = 0
     variant: Mapping[str, Any] = field(default_factory=dict)
+    draw: int = 0
 
     def __str__(self) -> str:
         variant = "".join(f"-{name}={value}" for name, value in self.variant.items())
@@ -115,12 +117,17 @@ class OpSpec:
 
 def random_rows(shape: SampleShape, *sizes: int, seed: int, scale: float = 1.0) -> Tensor:
     """Makes [num_tokens, *sizes] of random numbers, a view of a larger tensor of NaN where the sample is padded."""
-    return padded(random(shape.num_tokens, *sizes, dtype=shape.dtype, seed=seed, scale=scale), shape.padding)
+    return padded(random(shape, shape.num_tokens, *sizes, seed=seed, scale=scale), shape.padding)
 
 
-def random(*sizes: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
-    """Makes a tensor of random numbers, the same for the same seed."""
-    return (torch.randn(sizes, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+def random(shape: SampleShape, *sizes: int, seed: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+    """Makes a tensor of random numbers, the same for the same seed and draw, by default in the dtype of the activations."""
+    return (torch.randn(sizes, generator=generator(shape, seed)) * scale).to(dtype or shape.dtype)
+
+
+def generator(shape: SampleShape, seed: int) -> torch.Generator:
+    """Makes what random numbers come from; each tensor of a sample has a seed of its own."""
+    return torch.Generator().manual_seed(100_000 * shape.draw + seed)
 
 
 def padded(values: Tensor, padding: int) -> Tensor:

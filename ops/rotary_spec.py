@@ -45,8 +45,8 @@ def rotary_embedding_sample(shape: SampleShape) -> tuple[Any, ...]:
     """Makes query and key, neighbours in one tensor as a merged projection leaves them, positions in no order, and the table."""
     head_dim, rotary_dim = shape.variant["head_dim"], shape.variant["rotary_dim"]
     num_heads, num_kv_heads = shape.variant["num_heads"], shape.variant["num_kv_heads"]
-    merged = padded(random(shape.num_tokens, num_heads + num_kv_heads, head_dim, dtype=shape.dtype, seed=1), shape.padding)
-    angles = random(_NUM_POSITIONS, rotary_dim // 2, dtype=torch.float32, seed=2, scale=3.0)
-    positions = torch.arange(shape.num_tokens, dtype=torch.int32) * 7 % _NUM_POSITIONS
+    merged = padded(random(shape, shape.num_tokens, num_heads + num_kv_heads, head_dim, seed=1), shape.padding)
+    angles = random(shape, _NUM_POSITIONS, rotary_dim // 2, seed=2, scale=3.0, dtype=torch.float32)
+    positions = (torch.arange(shape.num_tokens, dtype=torch.int32) * 7 + shape.draw) % _NUM_POSITIONS
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     return merged[:, :num_heads], merged[:, num_heads:], positions, table, shape.variant["interleaved"]

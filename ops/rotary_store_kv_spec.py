@@ -46,7 +46,7 @@ def rotary_store_kv_sample(shape: SampleShape) -> tuple[Any, ...]:
     num_heads, num_kv_heads, head_dim = (shape.variant[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
     _, _, positions, cos_sin, interleaved = rotary_embedding_sample(shape)
     _, _, key_cache, value_cache, slots = store_kv_sample(shape)
-    merged = padded(random(shape.num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=shape.dtype, seed=1), shape.padding)
+    merged = padded(random(shape, shape.num_tokens, num_heads + 2 * num_kv_heads, head_dim, seed=1), shape.padding)
     query, key, value = merged.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    norms = [random(head_dim, dtype=shape.dtype, seed=seed) if shape.variant["norms"] else None for seed in (4, 5)]
+    norms = [random(shape, head_dim, seed=seed) if shape.variant["norms"] else None for seed in (4, 5)]
     return query, key, value, *norms, _EPS, positions, cos_sin, interleaved, key_cache, value_cache, slots

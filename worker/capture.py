@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from modelworker.graphs.backend import GraphBackend, UnknownKeyError
+from modelworker.graphs.backend import GraphBackend
 from modelworker.graphs.cpu_backend import CpuGraphBackend
 from modelworker.graphs.cuda_backend import CudaGraphBackend
 from modelworker.graphs.dispatch import Dispatcher
@@ -15,11 +15,9 @@ from modelworker.graphs.full import FullGraphs
 from modelworker.graphs.graph_set import CaptureReport, GraphSet, Program
 from modelworker.graphs.piecewise import PiecewiseGraphs, Stage
 from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
-from modelworker.graphs.shapes import GraphKey
 from modelworker.graphs.sizes import gaps
 from modelworker.ops.cpu.recorder import Recorder
-from modelworker.ops.custom_op import NATIVE, recorded_forms
-from modelworker.ops.report import report_ops
+from modelworker.ops.custom_op import recorded_forms
 from modelworker.worker.compiled_decoder import CompiledDecoder
 from modelworker.worker.cpu_kernels import CpuKernels
 from modelworker.worker.description import Degradation
@@ -29,15 +27,9 @@ from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.progress import Progress
 from modelworker.worker.step_buffers import RunDecoder, StepBuffers, StepInputs
 from modelworker.worker.step_runner import StepRunner
+from modelworker.worker.uncapturable import Uncapturable, full_obstacle, piecewise_obstacle
 
 _logger = logging.getLogger(__name__)
-
-# Their native forms index by lengths and slots, which the host has to know.
-_HOST_OPS = ("paged_attention", "store_kv")
-
-
-class UncapturableError(Exception):
-    """A step does something that a graph can't hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +103,7 @@ def capture_decoder(
     plain = plain_decoder(model, kv_cache)
     dispatcher = Dispatcher(settings)
     backend = _backend(device, kernels)
-    obstacle = _full_obstacle(model, device)
+    obstacle = full_obstacle(model, device)
     graphs = None if backend is None else GraphSet(backend=backend, programs=_programs(settings, plain, compiled, device, obstacle))
     runner = StepRunner(
         buffers=buffers,
@@ -152,54 +144,20 @@ def _backend(device: torch.device, kernels: CpuKernels) -> GraphBackend | None:
     return CpuGraphBackend(Recorder(kernels.library)) if kernels.library is not None else None
 
 
-def _full_obstacle(model: CausalLM, device: torch.device) -> str:
-    """Says why a whole step can't be captured on this device; "" where it can.
-
-    A capture that CUDA refuses leaves torch's allocator in a state (before torch 2.13, for good) that is better not entered: what
-    is known to read values back is not tried.
-    """
-    if device.type != "cuda":
-        return ""
-    native = [report.name for report in report_ops(model) if report.name in _HOST_OPS and report.implementation.startswith(NATIVE)]
-    return f"the native form of {' and '.join(native)} reads a step's values on the host" if native else ""
-
-
-class _Uncapturable:
-    """A program that can be run, but not captured.
-
-    Args:
-        run: computes a step.
-        obstacle: to its capture.
-    """
-
-    def __init__(self, run: RunDecoder, obstacle: str) -> None:
-        self._run = run
-        self._obstacle = obstacle
-
-    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        return self._run(*inputs)
-
-    def capture(self, key: GraphKey, inputs: Sequence[Tensor], backend: GraphBackend) -> None:
-        raise UncapturableError(self._obstacle)
-
-    def replay(self, key: GraphKey, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        raise UnknownKeyError(f"no graph was captured for {key}")
-
-    def close(self) -> None:
-        pass
-
-
 def _programs(
-    settings: GraphSettings, plain: RunDecoder, compiled: CompiledDecoder | None, device: torch.device, full_obstacle: str
+    settings: GraphSettings, plain: RunDecoder, compiled: CompiledDecoder | None, device: torch.device, obstacle: str
 ) -> dict[RuntimeMode, Program]:
     modes = {settings.mode.decode_mode, settings.mode.mixed_mode}
     programs: dict[RuntimeMode, Program] = {}
     if RuntimeMode.FULL in modes:
         # Generated code can't be recorded on a CPU, whose kernels are.
         run = plain if compiled is None or device.type == "cpu" else compiled.run
-        programs[RuntimeMode.FULL] = _Uncapturable(run, full_obstacle) if full_obstacle else FullGraphs(run)
+        programs[RuntimeMode.FULL] = Uncapturable(run, obstacle) if obstacle else FullGraphs(run)
     if RuntimeMode.PIECEWISE in modes and compiled is not None:
-        programs[RuntimeMode.PIECEWISE] = _piecewise(compiled, records=device.type == "cpu")
+        obstacle = piecewise_obstacle(compiled)
+        programs[RuntimeMode.PIECEWISE] = (
+            Uncapturable(compiled.run, obstacle) if obstacle else _piecewise(compiled, records=device.type == "cpu")
+        )
     return programs
 
 

@@ -23,6 +23,7 @@ from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.progress import Progress
 from modelworker.worker.step_buffers import RunDecoder, StepInputs
 
+_FIRST_PARTIES = ("torch", "modelworker", "builtins", "abc", "typing")
 _FOLDERS_TRACED = ("ops", "worker/models")
 
 
@@ -108,6 +109,8 @@ def decoder_source(
         op_namespaces=("modelworker",) if kernels is None else ("modelworker", kernels.level.namespace),
         identity=identity,
         sources=_traced_files(model),
+        # How many blocks there are follows from the memory that is free at this start.
+        any_length=frozenset(_cache_tensors(kv_cache)),
     )
 
 
@@ -156,10 +159,15 @@ def _stages_of(model: CompiledModel) -> tuple[DecoderStage, ...]:
 
 def _bound_tensors(model: nn.Module, kv_cache: KvCache) -> dict[str, Tensor]:
     bound: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for layer, (keys, values) in enumerate(kv_cache.layers):
-        bound[f"kv_cache.{layer}.keys"] = keys
-        bound[f"kv_cache.{layer}.values"] = values
-    return bound
+    return {**bound, **_cache_tensors(kv_cache)}
+
+
+def _cache_tensors(kv_cache: KvCache) -> dict[str, Tensor]:
+    return {
+        f"kv_cache.{layer}.{name}": tensor
+        for layer, (keys, values) in enumerate(kv_cache.layers)
+        for name, tensor in (("keys", keys), ("values", values))
+    }
 
 
 def _traced_files(model: nn.Module) -> tuple[Path, ...]:
@@ -168,6 +176,8 @@ def _traced_files(model: nn.Module) -> tuple[Path, ...]:
     files: Sequence[Path] = [
         path for folder in _FOLDERS_TRACED for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")
     ]
-    classes = {type(module) for module in model.modules()}
-    defined = (Path(inspect.getfile(layer)) for layer in classes if not layer.__module__.startswith("torch."))
-    return tuple(sorted({*files, *defined}))
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    others = {base for base in classes if base.__module__.partition(".")[0] not in _FIRST_PARTIES}
+    packages = {Path(inspect.getfile(base)).parent if "." in base.__module__ else Path(inspect.getfile(base)) for base in others}
+    foreign = (path for package in packages for path in ([package] if package.is_file() else package.rglob("*.py")))
+    return tuple(sorted({*files, *foreign}))

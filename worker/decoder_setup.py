@@ -82,22 +82,24 @@ def prepare_decoder(
     """
     plan, compiled, degradations = _compile(plan, parts, settings, counters, progress)
     graphs, no_graphs = graphs_of_device(plan.graphs, parts.device, parts.kernels)
-    captured = capture_decoder(
-        graphs,
-        model=parts.model,
-        kv_cache=parts.kv_cache,
-        buffers=parts.buffers,
-        compiled=compiled,
-        device=parts.device,
-        kernels=parts.kernels,
-        progress=progress,
-    )
-    checks, failed = _check(captured, parts, progress)
-    costs = measure_costs(captured.runner)
+    # As steps run: what a capture allocates is an inference tensor, which ops between graphs may change only in this mode.
+    with torch.inference_mode():
+        captured = capture_decoder(
+            graphs,
+            model=parts.model,
+            kv_cache=parts.kv_cache,
+            buffers=parts.buffers,
+            compiled=compiled,
+            device=parts.device,
+            kernels=parts.kernels,
+            progress=progress,
+        )
+        checks, failed = _check(captured, parts, progress)
+        costs = measure_costs(captured.runner)
     return ReadyDecoder(
         runner=captured.runner,
         optimization_level=plan.optimization_level,
-        graph_mode=graphs.mode.value,
+        graph_mode=captured.runner.dispatcher.served_mode.value,
         captured=costs,
         findings=(*map(str, checks), *captured.findings),
         degradations=(*degradations, *no_graphs, *captured.degradations, *failed),

@@ -4,6 +4,7 @@ Per layer there are two tensors [num_blocks, num_kv_heads, block_size, head_dim]
 tokens lie together. Block 0 is the null block: it belongs to nobody and fills the tails of block tables.
 """
 
+import contextlib
 import hashlib
 import math
 import mmap
@@ -84,7 +85,9 @@ class KvCache:
         if device.type == "cpu":
             self._mapping = mmap.mmap(-1, num_blocks * geometry.bytes_per_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+                # A system without huge pages does without.
+                with contextlib.suppress(OSError):
+                    self._mapping.madvise(mmap.MADV_HUGEPAGE)
             size = num_elements * geometry.dtype.itemsize
             tensors = [
                 torch.frombuffer(self._mapping, dtype=geometry.dtype, count=num_elements, offset=index * size).view(shape)

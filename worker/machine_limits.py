@@ -88,7 +88,7 @@ def _device_seconds(run: Callable[[], object]) -> float:
     run()
     ended.record()
     ended.synchronize()
-    return begun.elapsed_time(ended) / 1000
+    return float(begun.elapsed_time(ended)) / 1000
 
 
 def _filled_buffer(device: torch.device) -> Tensor:

@@ -14,9 +14,23 @@ from modelworker.worker.settings import OpsSettings
 
 
 def plan_ops(
-    settings: OpsSettings, device: torch.device, kernels: CpuKernels, *, compiles: bool, backend: str = "inductor"
+    settings: OpsSettings,
+    device: torch.device,
+    kernels: CpuKernels,
+    *,
+    compiles: bool,
+    backend: str = "inductor",
+    captures: bool = False,
 ) -> OpSettings:
     """Loads the plug-ins, and resolves --custom-ops.
+
+    Args:
+        settings: what was asked for.
+        device: where the model runs.
+        kernels: of the CPU.
+        compiles: whether the model is compiled.
+        backend: of the compiler.
+        captures: whether there are graphs, which on a CPU are recorded lists of kernels.
 
     Raises:
         SetupError: a plug-in can't be loaded.
@@ -38,6 +52,7 @@ def plan_ops(
         custom_ops=custom_ops,
         compiles=compiles,
         backend=backend,
+        records=captures and platform == "cpu" and kernels.library is not None,
         kernels=kernels.library,
         no_kernels_reason=kernels.missing,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from modelworker.compiler.counters import CompileCounters
+from modelworker.graphs.settings import GraphMode
 from modelworker.ops.report import report_ops
 from modelworker.worker.counters import Counters
 from modelworker.worker.cpu_kernels import load_cpu_kernels
@@ -76,7 +77,14 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
         max_model_len = choose_max_model_len(settings.model, config)
         products = check_products(dtype, device)
         kernels = load_cpu_kernels(settings, device, progress)
-        ops = plan_ops(settings.ops, device, kernels, compiles=plan.compiles, backend=plan.compiler)
+        ops = plan_ops(
+            settings.ops,
+            device,
+            kernels,
+            compiles=plan.compiles,
+            backend=plan.compiler,
+            captures=plan.graphs.mode is not GraphMode.NONE,
+        )
         model = build_model(config, dtype=dtype, max_model_len=max_model_len, ops=ops)
         _check_that_all_fits(settings, config, model, dtype, device, max_model_len)
         loaded = _load_weights(model, directory, device, progress)
@@ -164,5 +172,5 @@ def _make_buffers(settings: WorkerSettings, kv_cache: KvCache, max_model_len: in
 
 def _identity(config: ModelConfig, model: CausalLM) -> Mapping[str, str]:
     """What decides what the model computes, beside the shapes and dtypes of its tensors."""
-    ops = {f"op {report.name}": report.implementation for report in report_ops(model) if report.implementation}
-    return {"architecture": config.architecture, "config": config.digest, **ops}
+    ops = sorted(f"{report.name}: {report.implementation}" for report in report_ops(model) if report.implementation)
+    return {"architecture": config.architecture, "config": config.digest, "ops": "; ".join(ops), "tensor parallel rank": "0 of 1"}

@@ -64,6 +64,7 @@ class StepBuffers:
         sizes = (2 * max_tokens, max_tokens, max_tokens, max_sequences + 1, max_sequences, max_sequences * max_blocks)
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+        self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
         self.max_blocks = max_blocks
         self._tables_start = sum(sizes[:-1])
         slots, token_ids, positions, starts, lens, tables = self._device.split(sizes)
@@ -83,6 +84,7 @@ class StepBuffers:
         Padded tokens have token id and position 0, and no slot; padded sequences no tokens, no context, and the null block.
         """
         real_tokens, real_sequences = batch.num_tokens, batch.num_sequences
+        self._wait_for_upload()
         self._token_ids[:real_tokens] = batch.token_ids
         self._positions[:real_tokens] = batch.positions
         self._slots[:real_tokens] = batch.slots(block_size)
@@ -94,6 +96,7 @@ class StepBuffers:
 
     def stage_blank(self, *, num_tokens: int, num_sequences: int) -> None:
         """Writes a step that leaves the KV cache alone: equal shares of tokens that attend to the null block, or only padding."""
+        self._wait_for_upload()
         starts = np.arange(num_sequences + 1) * (num_tokens // max(num_sequences, 1))
         self._starts[: num_sequences + 1] = starts
         self._lens[:num_sequences] = np.diff(starts)
@@ -130,6 +133,12 @@ class StepBuffers:
             self._lens[real_sequences:num_sequences] = 0
 
     def _upload(self, num_sequences: int) -> None:
-        if self._device is not self._host:
+        if self._uploaded is not None:
             used = self._tables_start + num_sequences * self.max_blocks
             self._device[:used].copy_(self._host[:used], non_blocking=True)
+            self._uploaded.record()
+
+    def _wait_for_upload(self) -> None:
+        """Waits until the device has read what was staged before."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()

@@ -4,10 +4,12 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -29,7 +31,7 @@ class Crew {
   bool run(const Task* tasks, size_t count, int num_shares) {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
-    for (; num_helpers_ < num_shares - 1; ++num_helpers_) start_helper(num_helpers_);
+    while (num_helpers_ < num_shares - 1 && start_helper(num_helpers_)) ++num_helpers_;
     const uint32_t job = ++num_jobs_;
     const uint64_t first = static_cast<uint64_t>(job) << 32;
     // A helper that is still looking at the job before must not take a share while this one is being written down.
@@ -89,17 +91,35 @@ class Crew {
     }
   }
 
-  void start_helper(int index) {
+  // Returns whether there is one more. Where the system gives no more threads, those that there are compute all shares.
+  bool start_helper(int index) {
+    if (!can_start_) return false;
     // Signals are for the threads that know of them.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread helper([this, index] { help(index); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    try {
+      std::thread helper([this, index] {
+        use_all_cores();
+        help(index);
+      });
 #if defined(__linux__)
-    pthread_setname_np(helper.native_handle(), "modelworker-cpu");
+      pthread_setname_np(helper.native_handle(), "modelworker-cpu");
 #endif
-    helper.detach();
+      helper.detach();
+    } catch (const std::system_error&) {
+      can_start_ = false;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return can_start_;
+  }
+
+  // The thread that starts a helper may be bound to one core (OMP_PROC_BIND): the helper gets those of the process's first thread.
+  static void use_all_cores() {
+#if defined(__linux__)
+    cpu_set_t cores;
+    if (sched_getaffinity(getpid(), sizeof cores, &cores) == 0) sched_setaffinity(0, sizeof cores, &cores);
+#endif
   }
 
   static void wait(int spins) {
@@ -116,6 +136,7 @@ class Crew {
 
   std::mutex mutex_;
   int num_helpers_ = 0;
+  bool can_start_ = true;
   uint32_t num_jobs_ = 0;
   alignas(64) std::atomic<uint64_t> next_{0};  // the job's number, and its next ticket
   std::atomic<const Task*> tasks_{nullptr};

@@ -94,7 +94,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     level = next(level for level in usable_levels(cpu_flags()) if options.level in (None, level.name))
     library = load_library(level, CACHE)
-    probe = Probe()
+    probe = Probe(library)
     memory = torch.empty(KV_BYTES // 2, dtype=torch.bfloat16)
     advise_huge_pages(memory)
     memory.normal_()

@@ -169,7 +169,7 @@ def main() -> None:
     torch.set_num_threads(read_machine().num_threads)
     torch.manual_seed(0)
     library = load_library(levels[arguments.level or next(iter(levels))], CACHE)
-    probe = Probe(DTYPE)
+    probe = Probe(library, DTYPE)
     print_result(
         benchmark="machine",
         way=library.level.name,

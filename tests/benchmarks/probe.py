@@ -4,16 +4,12 @@ Read bandwidth: a C loop of all threads over 512 MiB on huge pages, beyond every
 the best product of a list of shapes, through `torch.mm` and through oneDNN with a packed weight.
 """
 
-import ctypes
-import shutil
-import subprocess
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.packing import advise_huge_pages
 
 _BUFFER_BYTES = 512 << 20
@@ -21,10 +17,15 @@ _MATRIX_SHAPES = ((256, 2048, 8192), (512, 2048, 8192), (512, 2048, 3072), (1024
 
 
 class Probe:
-    """Measures the limits; every call is one round."""
+    """Measures the limits; every call is one round.
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._library = _compile()
+    Args:
+        library: whose threads read.
+        dtype: of the products.
+    """
+
+    def __init__(self, library: CpuLibrary, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._read_seconds = library.functions.modelworker_read_seconds
         buffer = torch.empty(_BUFFER_BYTES + (2 << 20), dtype=torch.uint8)
         self._buffer = buffer[-buffer.data_ptr() % (2 << 20) :][:_BUFFER_BYTES]
         self.has_huge_pages = advise_huge_pages(self._buffer)
@@ -34,11 +35,7 @@ class Probe:
 
     def read_bandwidth(self) -> float:
         """Reads the buffer once and returns bytes per second."""
-        sink = ctypes.c_uint64()
-        seconds = self._library.probe_read_seconds(
-            ctypes.c_void_p(self._buffer.data_ptr()), ctypes.c_int64(_BUFFER_BYTES), ctypes.byref(sink)
-        )
-        return float(_BUFFER_BYTES / seconds)
+        return float(_BUFFER_BYTES / self._read_seconds(self._buffer.data_ptr(), _BUFFER_BYTES))
 
     def matrix_rate(self) -> float:
         """Multiplies each shape once per way and returns the best rate, in operations per second."""
@@ -65,19 +62,3 @@ def pack_onednn(weight: Tensor, num_rows: int) -> Tensor | None:
 def linear_onednn(x: Tensor, packed: Tensor | None) -> Tensor | None:
     """Multiplies by a weight that was packed for oneDNN."""
     return None if packed is None else torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-
-
-def _compile() -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise SystemExit("error: the benchmark needs g++")
-    source = Path(__file__).with_name("probe.cpp")
-    torch_libraries = Path(torch.__file__).parent / "lib"
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "probe.so")
-        command = [compiler, "-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", str(source), "-o", str(library)]
-        # torch's own OpenMP runtime, and with it the threads that the kernels run on.
-        subprocess.run([*command, f"-L{torch_libraries}", "-ltorch_cpu", "-Wl,--no-as-needed"], check=True)
-        loaded = ctypes.CDLL(str(library))
-    loaded.probe_read_seconds.restype = ctypes.c_double
-    return loaded

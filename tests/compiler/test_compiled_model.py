@@ -38,10 +38,11 @@ STEPS: list[Lengths] = [
 class Compiled:
     """A model with its compiled form and what it took."""
 
-    def __init__(self, original: CompilableModel, backend: Any) -> None:
+    def __init__(self, original: CompilableModel, backend: Any, partition: Any = "fx") -> None:
         self.original = original
         self.counters = CompileCounters()
-        self.model = compile_model(original.source, CompileSettings(backend=backend), counters=self.counters)
+        settings = CompileSettings(backend=backend, partition=partition)
+        self.model = compile_model(original.source, settings, counters=self.counters)
 
     def differences(self, steps: list[Lengths], model: Callable[..., Any] | None = None) -> list[float]:
         """The largest difference of each step's results; the caches must be equal, NaN where nothing was written included."""
@@ -66,6 +67,13 @@ def with_kernels(tmp_path_factory: pytest.TempPathFactory, kernels: CpuLibrary) 
     return Compiled(make_compilable(tmp_path_factory.mktemp("model"), dtype=torch.bfloat16, kernels=kernels), "inductor")
 
 
+@pytest.fixture(scope="module")
+def partitioned(tmp_path_factory: pytest.TempPathFactory, kernels: CpuLibrary) -> Compiled:
+    """The same, divided by Inductor."""
+    original = make_compilable(tmp_path_factory.mktemp("model"), dtype=torch.bfloat16, kernels=kernels)
+    return Compiled(original, "inductor", "inductor")
+
+
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def generated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     """Native ops, all of which Inductor generates code for."""
@@ -76,8 +84,27 @@ def test_a_model_of_native_ops_that_is_split_and_interpreted_computes_what_the_m
     assert interpreted.differences(STEPS) == [0.0] * len(STEPS)
 
 
-def test_a_compiled_model_with_cpp_kernels_computes_what_the_model_computes_to_the_last_bit(with_kernels: Compiled) -> None:
-    assert with_kernels.differences(STEPS) == [0.0] * len(STEPS)
+@pytest.mark.parametrize("fixture", ["with_kernels", "partitioned"])
+def test_a_compiled_model_with_cpp_kernels_computes_what_the_model_computes_to_the_last_bit(
+    fixture: str, request: pytest.FixtureRequest
+) -> None:
+    compiled: Compiled = request.getfixturevalue(fixture)
+    with compiled.counters.expect(process_dynamo=0, process_inductor=0, process_triton=0):
+        assert compiled.differences(STEPS) == [0.0] * len(STEPS)
+
+
+def test_inductor_divides_at_the_splitting_ops_and_every_part_can_be_replaced(partitioned: Compiled) -> None:
+    calls: list[int] = []
+
+    def wrap(piece: Piece) -> Any:
+        return lambda arguments: (calls.append(piece.index), piece(arguments))[1]
+
+    wrapped = partitioned.model.with_pieces(wrap)
+    assert partitioned.differences(STEPS[:1], wrapped) == [0.0]
+    # Before, between and after the two ops of each of two layers.
+    assert calls == [0, 1, 2, 3, 4]
+    assert len(partitioned.model.pieces) == 5
+    assert partitioned.differences(STEPS[:1], partitioned.model.plain()) == [0.0]
 
 
 @pytest.mark.slow

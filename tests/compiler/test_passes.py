@@ -1,6 +1,8 @@
 """Graph passes: what they change, that they change no result, and where another one goes."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -68,11 +70,18 @@ class Compiled:
     """A function that was compiled, with the ops that Inductor was given."""
 
     def __init__(
-        self, function: Callable[..., Any], *, dtype: torch.dtype, passes: tuple[GraphPass, ...] = (), disabled: str = ""
+        self,
+        function: Callable[..., Any],
+        *,
+        dtype: torch.dtype,
+        passes: tuple[GraphPass, ...] = (),
+        disabled: str = "",
+        max_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.ops: list[str] = []
         counters = CompileCounters()
         source = small_source(function, inputs={"x": StepInput(("num_tokens", 8), dtype)}, bound={"weight": WEIGHT})
+        source = dataclasses.replace(source, max_sizes=max_sizes or {})
         settings = CompileSettings(disabled_passes=tuple(filter(None, [disabled])), inductor_options=NO_HEADERS)
         self.model = compile_model(source, settings, counters=counters, passes=(*passes, GraphPass("seen", self._see)))
         self.matches = {
@@ -128,6 +137,61 @@ def test_what_is_concatenated_is_rounded_before_rather_than_after() -> None:
     for num_tokens in (0, 1, 5):
         x = torch.rand(num_tokens, 8).bfloat16()
         assert torch.equal(compiled.model(x), rotated_half(x))  # type: ignore[arg-type]
+
+
+def parts_in_place(x: Tensor, lengths: list[int], changed: list[int]) -> tuple[Tensor, ...]:
+    """Changes some parts of a tensor in place, as a rotation of queries and keys does, and reads all of them."""
+    parts = (x @ WEIGHT).split(lengths, dim=1)
+    for index in changed:
+        parts[index].copy_(parts[index] @ parts[index].t() @ parts[index])
+    return parts
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [[0, 1], *(pytest.param(changed, marks=pytest.mark.slow) for changed in ([0], [1], [1, 0], [2, 0], [0, 1, 2], [0, 0]))],
+    ids=str,
+)
+def test_parts_that_are_changed_in_place_are_read_without_putting_them_together(changed: list[int]) -> None:
+    compiled = Compiled(lambda x: parts_in_place(x, [4, 2, 2], changed), dtype=torch.float32)
+    assert "aten.slice_scatter.default" not in compiled.ops
+    assert compiled.matches["read_past_scatter"] > 0
+    for num_tokens in (0, 1, 5):
+        x = torch.rand(num_tokens, 8)
+        found, expected = compiled.model(x), parts_in_place(x, [4, 2, 2], changed)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+            assert one.stride() == other.stride()
+
+
+@pytest.mark.slow
+def test_code_that_would_be_good_for_some_sizes_only_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Without the pass Inductor's code for bounded sizes assumes that there is not one token."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return parts_in_place(x, [4, 2, 2], [0, 1])
+
+    with caplog.at_level(logging.INFO, "modelworker"):
+        compiled = Compiled(function, dtype=torch.float32, disabled="read_past_scatter", max_sizes={"num_tokens": 64})
+    assert "compiled again for sizes of which nothing is known" in caplog.text
+    for num_tokens in (0, 1, 2, 64):
+        x = torch.rand(num_tokens, 8)
+        for one, other in zip(compiled.model(x), function(x), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_a_part_that_overlaps_what_was_changed_is_read_from_the_whole() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x @ WEIGHT
+        y[:, 2:5] = y[:, 2:5] @ WEIGHT[:3, :3]
+        return y[:, 1:4] @ WEIGHT[:3]
+
+    compiled = Compiled(function, dtype=torch.float32)
+    assert "aten.slice_scatter.default" in compiled.ops
+    assert compiled.matches["read_past_scatter"] == 0
+    x = torch.rand(5, 8)
+    torch.testing.assert_close(compiled.model(x), function(x))
 
 
 def test_a_pass_of_a_quantization_scheme_joins_two_ops_that_have_one_kernel() -> None:

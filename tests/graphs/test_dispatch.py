@@ -254,3 +254,23 @@ def test_every_reason_is_given_to_some_step() -> None:
         for rows in ([], DECODE, PROMPT, HUGE, [(1, 5), (3, 5)]):
             given_reasons.add(dispatcher.choose(shape_of(rows, settings)).reason)
     assert given_reasons == set(Reason)
+
+
+@pytest.mark.parametrize(
+    ("mode", "disabled", "served"),
+    [
+        ("FULL_AND_PIECEWISE", [], "FULL_AND_PIECEWISE"),
+        ("FULL_AND_PIECEWISE", ["FULL"], "PIECEWISE"),
+        ("FULL_AND_PIECEWISE", ["PIECEWISE"], "FULL_DECODE_ONLY"),
+        ("FULL_AND_PIECEWISE", ["FULL", "PIECEWISE"], "NONE"),
+        ("FULL_DECODE_ONLY", ["FULL"], "NONE"),
+        ("FULL", ["FULL"], "NONE"),
+        ("PIECEWISE", ["PIECEWISE"], "NONE"),
+        ("NONE", [], "NONE"),
+    ],
+)
+def test_what_is_served_is_the_mode_without_those_out_of_service(mode: str, disabled: list[str], served: str) -> None:
+    dispatcher = Dispatcher(GraphSettings(max_sequences=4, max_tokens_per_step=16, mode=GraphMode(mode)))
+    for name in disabled:
+        dispatcher.disable(RuntimeMode[name], Reason.FAILED_SELF_CHECK)
+    assert dispatcher.served_mode == served

@@ -172,10 +172,11 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
     def forward(self, positions: Tensor, attention: AttentionMetadata) -> RotaryAngles:
         """Hot path: computes the angles of the tokens of a step."""
         tokens = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
-        # The clamp is for padding: tokens past the last sequence.
-        sequences = torch.bucketize(tokens, attention.query_starts[1:], right=True).clamp(max=attention.seq_lens.shape[0] - 1)
+        sequences = torch.bucketize(tokens, attention.query_starts[1:], right=True)
+        # Padding, tokens past the last sequence, belongs to one without tokens.
+        seq_lens = torch.cat((attention.seq_lens, attention.seq_lens.new_zeros(1)))
         original, factor = self.rope.original_max_position_embeddings, self.rope.factor
-        lengths = attention.seq_lens[sequences].clamp(min=original).to(torch.float32)
+        lengths = seq_lens[sequences].clamp(min=original).to(torch.float32)
         growth = factor * lengths / original - (factor - 1)
         base = self.rope.theta * growth ** (self.head_dim / (self.head_dim - 2))
         inverse = 1.0 / base[:, None] ** self.exponents

@@ -2,14 +2,19 @@
 
 import os
 import shutil
+import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from modelworker.ops.cpu import build, library
 from modelworker.ops.cpu.build import BuildError, Toolchain, build_library, find_toolchain, num_sources
 from modelworker.ops.cpu.isa import LEVELS, IsaLevel
 from modelworker.ops.cpu.library import CpuLibrary, load_library
+from modelworker.ops.cpu.objects import included_headers
 
 LEVEL = LEVELS[-1]
 
@@ -39,13 +44,17 @@ def num_compiled(toolchain: Toolchain) -> int:
     return (toolchain.cache.parent / "log").read_text().count(" -c ")
 
 
+def num_linked(toolchain: Toolchain) -> int:
+    return (toolchain.cache.parent / "log").read_text().count("-shared ")
+
+
 def test_a_library_is_compiled_once_and_kept(toolchain: Toolchain) -> None:
     progress: list[int] = []
-    library = build_library(toolchain, LEVEL, progress.append)
+    kept = build_library(toolchain, LEVEL, progress.append)
     assert sum(progress) == num_compiled(toolchain) == num_sources()
-    assert library.stat().st_size > 0
-    assert [path.stat().st_mode & 0o077 for path in (toolchain.cache, library.parent)] == [0, 0]
-    assert build_library(toolchain, LEVEL, progress.append) == library
+    assert kept.stat().st_size > 0
+    assert [path.stat().st_mode & 0o077 for path in (toolchain.cache, *toolchain.cache.iterdir())] == [0, 0, 0]
+    assert build_library(toolchain, LEVEL, progress.append) == kept
     assert sum(progress) == 2 * num_sources()
     assert num_compiled(toolchain) == num_sources()
 
@@ -55,21 +64,89 @@ def test_another_level_is_another_library(toolchain: Toolchain) -> None:
 
 
 @pytest.mark.parametrize("damage", ["library", "digest", "no digest"])
-def test_a_damaged_library_is_compiled_again(toolchain: Toolchain, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    library = build_library(toolchain, LEVEL)
-    content = library.read_bytes()
-    digest = library.with_name("sha256")
+def test_a_damaged_library_is_linked_again(toolchain: Toolchain, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    kept = build_library(toolchain, LEVEL)
+    content = kept.read_bytes()
+    digest = kept.with_name("sha256")
     if damage == "library":
-        library.write_bytes(content[:-1])
+        kept.write_bytes(content[:-1])
     elif damage == "digest":
         digest.write_text("0" * 64)
     else:
         digest.unlink()
-    assert build_library(toolchain, LEVEL) == library
-    assert "is damaged: compiling it again" in caplog.text
-    assert num_compiled(toolchain) == 2 * num_sources()
+    assert build_library(toolchain, LEVEL) == kept
+    assert "is damaged: linking it again" in caplog.text
+    assert num_linked(toolchain) == 2
     build_library(toolchain, LEVEL)
+    assert num_linked(toolchain) == 2
+    assert num_compiled(toolchain) == num_sources()
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, which is what is compiled."""
+    copied = tmp_path / "sources"
+    copied.mkdir()
+    for path in (*build._SOURCE_FOLDER.glob("*.cpp"), *build._SOURCE_FOLDER.glob("*.h")):
+        shutil.copy(path, copied)
+    monkeypatch.setattr(build, "_SOURCE_FOLDER", copied)
+    return copied
+
+
+@pytest.mark.parametrize(("edited", "num_dependents"), [("norm.cpp", 1), ("norm.h", 2), ("linear_tiles.h", 1), ("norm_doors.h", 1)])
+def test_an_edit_costs_the_compilation_of_what_includes_it(
+    toolchain: Toolchain, sources: Path, edited: str, num_dependents: int
+) -> None:
+    first = build_library(toolchain, LEVEL)
+    with (sources / edited).open("a") as file:
+        file.write("// edited\n")
+    assert build_library(toolchain, LEVEL) != first
+    assert num_compiled(toolchain) == num_sources() + num_dependents
+    assert num_linked(toolchain) == 2
+
+
+def test_another_compiler_or_other_flags_compile_everything(toolchain: Toolchain) -> None:
+    build_library(toolchain, LEVEL)
+    build_library(replace(toolchain, version="compiler 2.0"), LEVEL)
     assert num_compiled(toolchain) == 2 * num_sources()
+    build_library(toolchain, LEVELS[0])
+    assert num_compiled(toolchain) == 3 * num_sources()
+
+
+def test_a_damaged_object_is_compiled_again(toolchain: Toolchain, sources: Path) -> None:
+    build_library(toolchain, LEVEL)
+    (damaged,) = toolchain.cache.glob("objects_*/norm-*.o")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with (sources / "packed.cpp").open("a") as file:
+        file.write("// edited\n")
+    build_library(toolchain, LEVEL)
+    assert num_compiled(toolchain) == num_sources() + 2
+
+
+def test_objects_that_no_build_has_used_for_a_day_are_dropped(toolchain: Toolchain, sources: Path) -> None:
+    build_library(toolchain, LEVEL)
+    begun = time.time()
+    objects = sorted(toolchain.cache.glob("objects_*/*.o"))
+    for path in objects:
+        if not path.name.startswith("linear-"):
+            os.utime(path, (begun - 86500, begun - 86500))
+    for edited in ("norm.cpp", "linear.cpp"):
+        with (sources / edited).open("a") as file:
+            file.write("// edited\n")
+    build_library(toolchain, LEVEL)
+    left = set(toolchain.cache.glob("objects_*/*.o"))
+    # The old norm is gone, the old linear was in use a moment ago, and what was used again is as new.
+    assert {path.name.split("-")[0] for path in objects if path not in left} == {"norm"}
+    assert len(left) == len(objects) + 1
+    assert all(path.stat().st_mtime >= begun - 1 for path in left)
+
+
+@pytest.mark.parametrize("source", sorted(build._SOURCE_FOLDER.glob("*.cpp")), ids=lambda path: path.stem)
+def test_the_headers_that_a_key_covers_are_those_that_the_compiler_reads(source: Path) -> None:
+    torch_headers = Path(torch.__file__).parent / "include"
+    command = ["g++", "-std=c++20", "-mavx512f", "-mamx-bf16", "-MM", "-isystem", str(torch_headers), str(source)]
+    read = subprocess.run(command, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ").split()
+    assert set(map(Path, read[2:])) <= included_headers(source)
 
 
 def test_the_first_error_of_the_compiler_is_the_message(tmp_path: Path) -> None:
@@ -113,6 +190,28 @@ def test_a_cache_folder_that_cannot_be_written_is_named_with_a_remedy(toolchain:
     (tmp_path / "cache").mkdir(mode=0o500)
     with pytest.raises(BuildError, match=rf"^{tmp_path}/cache, .* \(Permission denied\): make it writable, or choose another$"):
         build_library(toolchain, LEVEL)
+
+
+def test_a_kernel_that_is_declared_and_not_defined_is_named_as_in_the_sources(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A library of one file, with a reference to what is nowhere.
+    for path in sources.glob("*.cpp"):
+        path.unlink()
+    (sources / "use.cpp").write_text(
+        """
+        #include "norm.h"
+        extern "C" const modelworker::Body body = modelworker::rms_norm<float>;
+        """
+    )
+    level = IsaLevel("incomplete", frozenset(), ())
+    monkeypatch.setattr(library, "usable_levels", lambda _flags: (level,))
+    with pytest.raises(BuildError) as caught:
+        load_library(level, tmp_path / "cache")
+    assert "undefined symbol: void modelworker::rms_norm<float>(void const*, modelworker::Team): it is declared" in str(
+        caught.value
+    )
+    assert "needs `template void NAME<float>(const void*, Team);` and the same for BFloat16" in str(caught.value)
 
 
 def test_the_same_build_is_loaded_once(cpu_library: CpuLibrary) -> None:

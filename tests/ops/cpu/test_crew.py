@@ -10,30 +10,30 @@ from torch import Tensor
 from modelworker.ops.cpu.kernel_list import KernelList
 from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.memory_pool import MemoryPool
+from modelworker.ops.cpu.packing import WeightArena, pack_weight
 from modelworker_testing.threads import torch_threads
 
 LENGTH = 40
+SIZE = 96
 
 
-def chain(library: CpuLibrary, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    """Kernels each of which needs all shares of the one before."""
+def chain(library: CpuLibrary, x: Tensor, weight: Tensor) -> Tensor:
+    """Products each of which needs all of the one before: a share is some of the columns, and reads whole rows."""
     for _ in range(LENGTH):
-        library.ops.fused_add_rms_norm(x, residual, weight, 1e-5)
-    return residual
+        x = library.ops.linear(x, weight, None, SIZE)
+    return x
 
 
-def tensors(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(library: CpuLibrary, seed: int) -> tuple[Tensor, Tensor]:
+    """Makes rows, and a packed weight that about keeps their size."""
     generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(24, 64, generator=generator),
-        torch.randn(24, 64, generator=generator),
-        torch.randn(64, generator=generator),
-    )
+    weight = torch.randn(SIZE, SIZE, generator=generator) * SIZE**-0.5
+    return torch.randn(5, SIZE, generator=generator), pack_weight(library, weight, WeightArena())
 
 
 def expected(library: CpuLibrary, seed: int) -> Tensor:
     with torch_threads(1):
-        return chain(library, *tensors(seed))
+        return chain(library, *tensors(library, seed))
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 7])
@@ -41,24 +41,24 @@ def test_a_chain_of_ops_is_the_same_with_any_number_of_threads_every_time(cpu_li
     wanted = expected(cpu_library, 0)
     with torch_threads(num_threads):
         for _ in range(15):
-            assert torch.equal(chain(cpu_library, *tensors(0)), wanted)
+            assert torch.equal(chain(cpu_library, *tensors(cpu_library, 0)), wanted)
 
 
 @pytest.mark.parametrize("num_threads", [2, 7])
 def test_a_recorded_list_runs_its_kernels_in_order_every_time(cpu_library: CpuLibrary, num_threads: int) -> None:
     wanted = expected(cpu_library, 1)
-    x, residual, weight = tensors(1)
+    x, weight = tensors(cpu_library, 1)
+    fresh = x.clone()
     recorded = KernelList(MemoryPool(cpu_library))
     with torch_threads(num_threads):
         with recorded.recording():
-            chain(cpu_library, x, residual, weight)
+            result = chain(cpu_library, x, weight)
         assert len(recorded) == LENGTH
         for _ in range(60):
-            fresh_x, fresh_residual, _ = tensors(1)
-            x.copy_(fresh_x)
-            residual.copy_(fresh_residual)
+            x.copy_(fresh)
+            result.zero_()
             recorded.replay()
-            assert torch.equal(residual, wanted)
+            assert torch.equal(result, wanted)
     recorded.close()
 
 
@@ -69,7 +69,7 @@ def test_threads_that_compute_at_the_same_time_do_not_disturb_each_other(cpu_lib
     def work(seed: int) -> None:
         torch.set_num_threads(2)
         for _ in range(40):
-            if not torch.equal(chain(cpu_library, *tensors(seed)), wanted[seed]):
+            if not torch.equal(chain(cpu_library, *tensors(cpu_library, seed)), wanted[seed]):
                 wrong.append(seed)
 
     with torch_threads(2):
@@ -84,9 +84,9 @@ def test_threads_that_compute_at_the_same_time_do_not_disturb_each_other(cpu_lib
 def test_a_forked_process_computes_without_the_threads_that_it_did_not_inherit(cpu_library: CpuLibrary) -> None:
     wanted = expected(cpu_library, 2)
     with torch_threads(2):
-        assert torch.equal(chain(cpu_library, *tensors(2)), wanted)
+        assert torch.equal(chain(cpu_library, *tensors(cpu_library, 2)), wanted)
         child = os.fork()
         if child == 0:
             # Only ops of the library: torch's own threads do not survive a fork.
-            os._exit(0 if torch.equal(chain(cpu_library, *tensors(2)), wanted) else 1)
+            os._exit(0 if torch.equal(chain(cpu_library, *tensors(cpu_library, 2)), wanted) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

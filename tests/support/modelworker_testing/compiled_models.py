@@ -31,6 +31,8 @@ STEP_INPUTS: Mapping[str, StepInput] = {
     "slots": StepInput(("num_tokens",), torch.int64),
 }
 
+MAX_SIZES: Mapping[str, int] = {"num_tokens": 256, "num_sequences": 8, "num_sequences + 1": 9, "table_width": 16}
+
 Lengths = Sequence[tuple[int, int]]
 """Of each sequence of a step, its context length and its query length."""
 
@@ -105,6 +107,7 @@ def load_compilable(directory: Path, *, dtype: torch.dtype, kernels: CpuLibrary 
         op_namespaces=("modelworker", *((kernels.level.namespace,) if kernels else ())),
         identity={"config": config.digest, "dtype": str(dtype)},
         sources=tuple(path for folder in folders for path in folder.glob("*.py")),
+        max_sizes=MAX_SIZES,
     )
     initial = [(keys.clone(), values.clone()) for keys, values in cache.caches]
     return CompilableModel(model, cache, source, initial)

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from modelworker_testing.kernels import CACHE_FOLDER
 
 
 def tiny_settings(model: Path) -> WorkerSettings:
-    """The sizes of the tiny model of the tests: block size 4, 32 blocks."""
+    """The sizes of the tiny model of the tests: block size 4, 32 blocks. Nothing is compiled, for that takes seconds."""
     return WorkerSettings(
         model=ModelSettings(model=str(model)),
         kv_cache=KvCacheSettings(block_size=4, num_blocks=32),
@@ -38,6 +39,11 @@ def tiny_settings(model: Path) -> WorkerSettings:
         cache=CacheSettings(cache_dir=str(CACHE_FOLDER)),
         execution=ExecutionSettings(optimization_level=0, graph_mode="FULL_DECODE_ONLY"),
     )
+
+
+def tiny_settings_with(**sections: Any) -> Callable[[Path], WorkerSettings]:
+    """Makes settings like `tiny_settings` in which whole sections are others: `execution=ExecutionSettings(...)`."""
+    return lambda model: replace(tiny_settings(model), **sections)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,116 @@
+"""Every op of the catalog on the device, against references that are computed in fp64 on the CPU."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modelworker.ops.catalog import CATALOG
+from modelworker.ops.op_spec import RETURNED, TOKEN_COUNTS, Implementation, OpSpec, SampleShape, returned_at
+
+pytestmark = pytest.mark.cuda
+Arguments = Mapping[str, Any]
+
+
+def op_of(spec: OpSpec) -> Any:
+    return getattr(torch.ops.modelworker, spec.name).default
+
+
+def cases() -> Iterator[Any]:
+    for spec in CATALOG.values():
+        for implementation in (*spec.implementations(None), Implementation(name="registered", run=op_of(spec))):
+            if "cuda" in implementation.devices:
+                for dtype in spec.tolerances:
+                    name = f"{spec.name}-{implementation.name}-{str(dtype).removeprefix('torch.')}"
+                    yield pytest.param(spec, implementation.run, dtype, id=name)
+
+
+class Moved:
+    """Arguments on a device: what shares memory there is what shared memory before, at the same places."""
+
+    def __init__(self, arguments: Arguments, device: torch.device) -> None:
+        self._device = device
+        self._memories: dict[int, Tensor] = {}
+        self.arguments = {name: self._move(value) for name, value in arguments.items()}
+        self.before = {address: memory.cpu() for address, memory in self._memories.items()}
+
+    def _move(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.numel() == 0:
+            return value.to(self._device)
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self._memories:
+            self._memories[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).to(self._device)
+        memory = self._memories[storage.data_ptr()].view(value.dtype)
+        return memory.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    def changed(self) -> dict[int, Tensor]:
+        """Which bytes are others than before, by the address that they had on the host."""
+        return {address: self.before[address] != memory.cpu() for address, memory in self._memories.items()}
+
+
+def mutated(spec: OpSpec) -> set[str]:
+    infos = {argument.name: argument.alias_info for argument in op_of(spec)._schema.arguments}
+    return {name for name, info in infos.items() if info is not None and info.is_write}
+
+
+def may_change(host: Arguments, expected: Mapping[str, Tensor], names: set[str]) -> dict[int, Tensor]:
+    """Which bytes the reference changes, by address."""
+    masks: dict[int, Tensor] = {}
+    for name in names:
+        argument = host[name]
+        if argument.numel() == 0:
+            continue
+        storage = argument.untyped_storage()
+        elements = torch.zeros(storage.nbytes() // argument.itemsize, dtype=torch.bool)
+        before, after = argument.double(), expected[name]
+        changes = (before != after) & ~(before.isnan() & after.isnan())
+        elements.as_strided(argument.shape, argument.stride(), argument.storage_offset()).logical_or_(changes)
+        mask = masks.setdefault(storage.data_ptr(), torch.zeros(storage.nbytes(), dtype=torch.bool))
+        mask.logical_or_(elements.repeat_interleave(argument.itemsize))
+    return masks
+
+
+def results(result: Any) -> dict[str, Tensor]:
+    if isinstance(result, Tensor):
+        return {RETURNED: result}
+    return {returned_at(index): tensor for index, tensor in enumerate(result or ())}
+
+
+def check(spec: OpSpec, run: Callable[..., Any], shape: SampleShape, device: torch.device) -> None:
+    names = [argument.name for argument in op_of(spec)._schema.arguments]
+    host = dict(zip(names, spec.sample(shape), strict=True))
+    expected = spec.reference(*host.values())
+    allowed = may_change(host, expected, mutated(spec))
+    moved = Moved(host, device)
+    found = results(run(*moved.arguments.values()))
+    assert set(found) == {name for name in expected if name.startswith(RETURNED)}
+    tolerance = spec.tolerances[shape.dtype]
+    for name, wanted in expected.items():
+        actual = {**moved.arguments, **found}[name]
+        assert actual.device.type == device.type
+        torch.testing.assert_close(
+            *(actual.cpu().double(), wanted),
+            rtol=tolerance.rtol,
+            atol=tolerance.atol,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{shape}, {name}: {text}",
+        )
+    for address, changed in moved.changed().items():
+        assert not (changed & ~allowed.get(address, torch.zeros_like(changed))).any(), f"{shape}: something else was written"
+
+
+@pytest.mark.parametrize(("spec", "run", "dtype"), list(cases()))
+def test_an_op_agrees_with_its_reference_on_the_device_and_writes_nothing_else(
+    spec: OpSpec, run: Callable[..., Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    # What is registered is an implementation behind torch's dispatcher: a few samples show that it is reached.
+    counts = (0, 3) if run is op_of(spec) else TOKEN_COUNTS
+    shapes = [shape for shape in spec.shapes() if shape.dtype == dtype and shape.num_tokens in counts]
+    assert shapes
+    with torch.inference_mode():
+        for shape in shapes:
+            check(spec, run, shape, device)

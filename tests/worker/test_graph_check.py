@@ -1,0 +1,149 @@
+"""Graphs are checked before readiness: whatever is wrong with them alone, they are not served, and what serves instead is right."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelworker.graphs.settings import RuntimeMode
+from modelworker.graphs.shapes import GraphKey
+from modelworker.worker.batch import GraphMode
+from modelworker.worker.counters import Counters
+from modelworker.worker.graph_check import ModeCheck
+from modelworker.worker.step_buffers import StepBuffers
+from modelworker_testing.graph_faults import (
+    FULL_FAULTS,
+    PIECEWISE_FAULTS,
+    plant_in_full_graphs,
+    plant_in_piecewise_graphs,
+    swapped_gate_and_up,
+)
+from modelworker_testing.mode_world import ModeWorld, Row, mode_settings, mode_world
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+
+DECODES = [Row(2, 7, 1), Row(9, 13, 1), Row(4, 2, 1)]
+PROMPTS = [Row(2, 0, 7), Row(9, 13, 1), Row(4, 4, 3)]
+
+
+def assert_not_served(world: ModeWorld, counters: Counters, mode: RuntimeMode) -> None:
+    description = world.engine.description
+    failed = [entry for entry in description.degradations if entry.reason == "graphs_failed_self_check"]
+    assert len(failed) == 1
+    assert f"{mode.name} graphs and plain modules do not agree" in failed[0].message
+    assert "is not served" in failed[0].message
+    assert counters.snapshot()['degradations_total{reason="graphs_failed_self_check"}'] == 1
+    assert GraphMode[mode.name] not in {size.mode for size in description.execution.captured}
+    assert mode not in {key.mode for key in world.engine.runner.captured}
+
+
+def run_as_dispatched(world: ModeWorld, rows: list[Row]) -> tuple[GraphMode, str, bool]:
+    """Runs a step as a router's would, checks its tokens, and returns how it ran."""
+    batch = world.batch(rows)
+    world.run(rows, world.ways(batch)["eager"])
+    result = world.engine.step(batch)
+    assert result.sampled_ids.tolist() == world.expected_tokens(rows)
+    return result.graph.mode, result.graph.fallback_reason, result.graph.compiled
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FULL_FAULTS)
+def test_a_fault_of_full_graphs_takes_them_out_of_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    plant_in_full_graphs(monkeypatch, FULL_FAULTS[name])
+    counters = Counters()
+    settings = mode_settings(dtype=dtype, optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
+    with mode_world(tmp_path, settings, counters=counters) as world:
+        assert_not_served(world, counters, RuntimeMode.FULL)
+        if dtype == "float32":
+            assert run_as_dispatched(world, DECODES) == (GraphMode.NONE, "failed_self_check", False)
+
+
+def test_where_full_graphs_are_wrong_piecewise_ones_serve_their_batches_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_in_full_graphs(monkeypatch, swapped_gate_and_up)
+    counters = Counters()
+    with mode_world(tmp_path, mode_settings(), counters=counters) as world:
+        assert_not_served(world, counters, RuntimeMode.FULL)
+        assert run_as_dispatched(world, DECODES) == (GraphMode.PIECEWISE, "failed_self_check", False)
+        assert run_as_dispatched(world, PROMPTS) == (GraphMode.PIECEWISE, "not_decode", False)
+
+
+@pytest.mark.parametrize("name", PIECEWISE_FAULTS)
+def test_a_fault_of_piecewise_graphs_takes_them_out_of_service_and_leaves_full_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plant_in_piecewise_graphs(monkeypatch, PIECEWISE_FAULTS[name]())
+    counters = Counters()
+    with mode_world(tmp_path, mode_settings(), counters=counters) as world:
+        assert_not_served(world, counters, RuntimeMode.PIECEWISE)
+        assert run_as_dispatched(world, PROMPTS) == (GraphMode.NONE, "failed_self_check", True)
+        assert run_as_dispatched(world, DECODES) == (GraphMode.FULL, "", False)
+
+
+def test_padding_that_is_written_somewhere_takes_every_mode_that_pads_out_of_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of padding are what an earlier step left there, as if their tail were never cleared."""
+    pad = StepBuffers._pad
+
+    def without_slots(self: Any, real_tokens: int, num_tokens: int, *sequences: int) -> None:
+        left = self._slots[real_tokens:num_tokens].copy()
+        pad(self, real_tokens, num_tokens, *sequences)
+        self._slots[real_tokens:num_tokens] = left
+
+    monkeypatch.setattr(StepBuffers, "_pad", without_slots)
+    with mode_world(tmp_path, mode_settings()) as world:
+        reasons = [degradation.reason for degradation in world.engine.description.degradations]
+        assert reasons == ["graphs_failed_self_check"] * 2
+        assert world.engine.runner.captured == ()
+        assert run_as_dispatched(world, DECODES) == (GraphMode.NONE, "failed_self_check", True)
+        assert run_as_dispatched(world, PROMPTS) == (GraphMode.NONE, "failed_self_check", True)
+
+
+def test_block_tables_whose_last_column_is_that_of_the_step_before_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although what the graphs are compared with is as wrong as they are: the two find other blocks there."""
+    stage_tables = StepBuffers._stage_tables
+
+    def without_last_column(self: Any, tables: Any, num_sequences: int) -> None:
+        rows, width = tables.shape
+        left = self._tables[:rows, width - 1].copy()
+        stage_tables(self, tables, num_sequences)
+        if width > 1:
+            self._tables[:rows, width - 1] = left
+
+    monkeypatch.setattr(StepBuffers, "_stage_tables", without_last_column)
+    counters = Counters()
+    settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
+    with mode_world(tmp_path, settings, counters=counters) as world:
+        assert_not_served(world, counters, RuntimeMode.FULL)
+
+
+def test_a_sound_worker_says_by_how_much_each_mode_differs(tmp_path: Path) -> None:
+    counters = Counters()
+    with mode_world(tmp_path, mode_settings(), counters=counters) as world:
+        findings = [
+            finding for finding in world.engine.description.self_check.findings if "graphs and plain modules agree" in finding
+        ]
+        assert {finding.split()[0] for finding in findings} == {"FULL", "PIECEWISE"}
+        assert world.engine.description.degradations == ()
+        assert all(size.cost_ms > 0 for size in world.engine.description.execution.captured)
+        assert len(world.engine.description.execution.captured) == len(world.engine.runner.captured)
+
+
+@pytest.mark.parametrize(
+    ("difference", "fault", "passes"),
+    [(0.0, "", True), (0.1, "", True), (0.11, "", False), (float("inf"), "", False), (float("nan"), "", False), (0.0, "x", False)],
+)
+def test_only_a_difference_within_the_bound_passes(difference: float, fault: str, passes: bool) -> None:
+    key = GraphKey(RuntimeMode.FULL, 4, 4, 1)
+    check = ModeCheck(mode=RuntimeMode.FULL, key=key, difference=difference, bound=0.1, fault=fault)
+    assert check.passed is passes
+    assert ("do not agree" in str(check)) is not passes
+    sound = dataclasses.replace(check, difference=0.05, fault="")
+    assert (check.badness > sound.badness) is (difference > 0.05 or difference != difference or bool(fault))  # noqa: PLR0124  (NaN)
