@@ -228,3 +228,9 @@ def test_top_p_beyond_the_sorted_prefix_keeps_what_the_definition_keeps() -> Non
 
 def test_no_rows_give_no_tokens() -> None:
     assert len(run(torch.empty(0, VOCAB), parameters(0)).token_ids) == 0
+
+
+def test_a_row_whose_finite_logits_add_up_to_infinity_is_finite() -> None:
+    logits = torch.full((2, VOCAB), 3e38)
+    logits[1, 4] = float("inf")
+    assert run(logits, parameters(2, num_logprobs=0)).finite.tolist() == [True, False]
