@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,28 +137,41 @@ def _samples(captured: Sequence[GraphKey]) -> Iterator[tuple[GraphKey, int]]:
 def _check(runner: StepRunner, kv_cache: KvCache, key: GraphKey, step: TwinStep) -> ModeCheck:
     first, second = torch.from_numpy(step.first_blocks).long(), torch.from_numpy(step.second_blocks).long()
     caches = [cache for layer in kv_cache.layers for cache in layer]
-    _fill_alike(caches, first, second)
+    with _one_thread():
+        _fill_alike(caches, first, second)
     plain = Way(Choice(None, Reason.NONE), is_plain=True)
     expected = runner.decode(step.first, runner.stage(step.first, None), plain).hidden_states.clone()
-    expected_caches = [cache[first] for cache in caches]
-    # What the plain run leaves must not help a graph that reads a table of before. The last slot of the cache is where slot -1
-    # leads if it is taken for an index.
+    # The last slot of the cache is where slot -1 leads if it is taken for an index.
     canaries = torch.tensor(sorted({NULL_BLOCK, kv_cache.num_blocks - 1} - set(step.second_blocks.tolist())))
-    for cache in caches:
-        cache[first] = _CANARY
-        cache[canaries] = _CANARY
+    with _one_thread():
+        expected_caches = [cache[first] for cache in caches]
+        for cache in caches:
+            # What the plain run leaves must not help a graph that reads a table of before.
+            cache[first] = _CANARY
+            cache[canaries] = _CANARY
     (actual,) = runner.replay(key, runner.stage(step.second, key))
-    num_tokens = step.second.num_tokens
-    differences = [_relative(actual[:num_tokens], expected)]
-    differences += [_relative(cache[second], stored) for cache, stored in zip(caches, expected_caches, strict=True)]
-    fault = ""
-    if not all(bool((cache[canaries] == _CANARY).all()) for cache in caches):
+    with _one_thread():
+        differences = [_relative(actual[: step.second.num_tokens], expected)]
+        differences += [_relative(cache[second], stored) for cache, stored in zip(caches, expected_caches, strict=True)]
+        is_confined = all(bool((cache[canaries] == _CANARY).all()) for cache in caches)
+        is_finite = bool(actual.isfinite().all())
+    fault = "" if is_finite else "hidden states are not finite"
+    if not is_confined:
         fault = "keys or values were written outside of the step's slots"
-    elif not bool(actual.isfinite().all()):
-        fault = "hidden states are not finite"
     # A NaN anywhere must not get lost in a maximum.
     difference = float(np.max(differences))
     return ModeCheck(mode=key.mode, key=key, difference=difference, bound=_BOUND[kv_cache.geometry.dtype], fault=fault)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keeps torch's own ops on this thread. They are many and small: while another process has a core, waiting would cost more."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _fill_alike(caches: Sequence[Tensor], first: Tensor, second: Tensor) -> None:

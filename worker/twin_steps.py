@@ -10,7 +10,8 @@ from modelworker.graphs.shapes import GraphKey
 from modelworker.worker.batch import Int32Array, StepBatch
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 
-# Enough for a table with a block behind another, and for one that gets shorter. More rows of that kind would only take longer.
+# Enough for a table with a block behind another, and for one that gets shorter. More rows of that kind would only take longer:
+# the others have no more blocks than they need.
 _MAX_BLOCKS_PER_SEQUENCE = 3
 _NUM_LONG_ROWS = 4
 
@@ -71,8 +72,8 @@ class StepMaker:
         # Neither beside the first nor in its order.
         second = np.arange(2 * total, total, -1, dtype=np.int32)
         return TwinStep(
-            first=_batch(rows, tokens, np.split(first, np.cumsum(counts)[:-1])),
-            second=_batch(rows, tokens, np.split(second, np.cumsum(counts)[:-1])),
+            first=_batch(rows, tokens, self._tables(first, counts)),
+            second=_batch(rows, tokens, self._tables(second, counts)),
             first_blocks=first,
             second_blocks=second,
         )
@@ -84,11 +85,12 @@ class StepMaker:
         blocks = (self.num_blocks - 1) // 2
         rows: list[tuple[int, int]] = []
         while num_tokens > 0 and len(rows) < max_rows:
-            max_blocks = _MAX_BLOCKS_PER_SEQUENCE if len(rows) < _NUM_LONG_ROWS else _MAX_BLOCKS_PER_SEQUENCE - 1
-            longest = min(max_blocks * self.block_size, self.max_model_len)
+            longest = min(_MAX_BLOCKS_PER_SEQUENCE * self.block_size, self.max_model_len)
             query_len = key.uniform_query_len or int(self.random.integers(1, min(num_tokens, longest) + 1))
             if query_len > num_tokens or query_len + smallest_context > longest:
                 break
+            if len(rows) >= _NUM_LONG_ROWS:
+                longest = min(self._num_blocks_of(query_len, 1) * self.block_size, longest)
             most_context = min(longest, blocks * self.block_size) - query_len
             if most_context < smallest_context:
                 break
@@ -97,6 +99,15 @@ class StepMaker:
             num_tokens -= query_len
             blocks -= self._num_blocks_of(query_len, context_len)
         return rows
+
+    def _tables(self, blocks: Int32Array, counts: Sequence[int]) -> list[Int32Array]:
+        """Deals blocks to rows. Where there is room, each table ends in the last block of the cache, which no row has a use for."""
+        tables = np.split(blocks, np.cumsum(counts)[:-1])
+        last = self.num_blocks - 1
+        if 2 * len(blocks) >= last:
+            return tables
+        widest = -(-self.max_model_len // self.block_size)
+        return [np.append(table, np.int32(last)) if len(table) < widest else table for table in tables]
 
     def _num_blocks_of(self, query_len: int, context_len: int) -> int:
         return -(-(query_len + context_len) // self.block_size)

@@ -104,20 +104,20 @@ def test_padding_that_is_written_somewhere_takes_every_mode_that_pads_out_of_ser
         assert run_as_dispatched(world, PROMPTS) == (GraphMode.NONE, "failed_self_check", True)
 
 
-def test_block_tables_whose_last_column_is_that_of_the_step_before_are_noticed(
+def test_block_tables_whose_second_column_is_that_of_the_step_before_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although what the graphs are compared with is as wrong as they are: the two find other blocks there."""
     stage_tables = StepBuffers._stage_tables
 
-    def without_last_column(self: Any, tables: Any, num_sequences: int) -> None:
+    def without_second_column(self: Any, tables: Any, num_sequences: int) -> None:
         rows, width = tables.shape
-        left = self._tables[:rows, width - 1].copy()
+        left = self._tables[:rows, 1].copy()
         stage_tables(self, tables, num_sequences)
         if width > 1:
-            self._tables[:rows, width - 1] = left
+            self._tables[:rows, 1] = left
 
-    monkeypatch.setattr(StepBuffers, "_stage_tables", without_last_column)
+    monkeypatch.setattr(StepBuffers, "_stage_tables", without_second_column)
     counters = Counters()
     settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
     with mode_world(tmp_path, settings, counters=counters) as world:
