@@ -6,12 +6,14 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch import Tensor
 
 from modelworker.compiler.artifact import Factors
 from modelworker.compiler.graph_pass import GraphPass
@@ -55,14 +57,32 @@ def collect_factors(model: ModelSource, settings: CompileSettings, passes: Itera
 
 
 def _kinds(model: ModelSource) -> Iterator[str]:
-    """Yields what is known of each tensor, and with which one it is the same or shares memory."""
+    """Yields what is known of each tensor, and with which one it is the same or overlaps.
+
+    That tensors lie in one block of memory, as packed weights do, is no property of the model: which do differs between starts.
+    """
     first_with: dict[int, str] = {}
-    first_in: dict[int, str] = {}
+    overlapping = _overlapping(model.bound)
     for name, tensor in model.bound.items():
         same = first_with.setdefault(id(tensor), name)
-        shared = first_in.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), name)
         shape = ("any", *tensor.shape[1:]) if name in model.any_length else tuple(tensor.shape)
-        yield f"{name} {same} {shared} {shape} {tensor.stride()} {tensor.dtype} {tensor.device}"
+        yield f"{name} {same} {overlapping.get(name)} {shape} {tensor.stride()} {tensor.dtype} {tensor.device}"
+
+
+def _overlapping(bound: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns, of each tensor whose range of addresses overlaps another one's, a name that all of the group have in common."""
+    groups: list[list[str]] = []
+    end = 0
+    for name, tensor in sorted(bound.items(), key=lambda item: (item[1].data_ptr(), item[0])):
+        if tensor.numel() == 0 or tensor.data_ptr() == 0:
+            continue
+        if tensor.data_ptr() < end:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end = max(end, tensor.data_ptr() + span * tensor.itemsize)
+    return {name: min(group) for group in groups if len(group) > 1 for name in group}
 
 
 def _schemas(namespaces: Iterable[str]) -> Iterator[str]:

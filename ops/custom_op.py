@@ -1,16 +1,20 @@
 """One op with several implementations, of which each instance uses one, chosen when it is made."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
 from modelworker.ops.native_compile import DynamicDims, maybe_compile
 from modelworker.ops.op_settings import OpSettings
-from modelworker.ops.registry import full_name
+from modelworker.ops.registry import REPLACEMENTS, full_name
 from modelworker.ops.replaceable import Replaceable
+
+_logger = logging.getLogger(__name__)
 
 Class = TypeVar("Class", bound=type)
 Forward = Callable[..., Any]
@@ -44,6 +48,8 @@ class CustomOp(Replaceable):
         enforce_enable: whether the op is enabled whatever the settings say.
         compile_native: whether the native form is compiled by itself where the op is disabled. For ops inside of an opaque op only.
         cpu_obstacle: why this instance can't run its class's `forward_cpu`; "" where it can.
+        replacement_obstacle: why this instance can't run what a replacement brings; "" where it can. Otherwise the kernel of the
+            class that is replaced runs, and a warning says so.
 
     Attributes:
         choice: what is run.
@@ -56,11 +62,20 @@ class CustomOp(Replaceable):
     """Whether what is chosen holds for recorded steps, too."""
 
     def __init__(
-        self, *, ops: OpSettings, enforce_enable: bool = False, compile_native: bool = False, cpu_obstacle: str = ""
+        self,
+        *,
+        ops: OpSettings,
+        enforce_enable: bool = False,
+        compile_native: bool = False,
+        cpu_obstacle: str = "",
+        replacement_obstacle: str = "",
     ) -> None:
         super().__init__()
         self._cpu_obstacle = cpu_obstacle
-        self.choice, self._chosen = self._choose(ops, enforce_enable, compile_native)
+        if self.replaced is not None and replacement_obstacle:
+            self.choice, self._chosen = self._leave_replacement_out(ops, replacement_obstacle)
+        else:
+            self.choice, self._chosen = self._choose(ops, enforce_enable, compile_native)
         self.recorded_choice, self._recorded = self._choose_recorded(ops)
         self._forward = self._chosen
 
@@ -120,6 +135,15 @@ class CustomOp(Replaceable):
         native = self.forward_native
         forward = maybe_compile(native, ops, self.dynamic_arg_dims) if compile_native else native
         return self._explain("forward_native", reason, suffix="" if forward == native else ", compiled by itself"), forward
+
+    def _leave_replacement_out(self, ops: OpSettings, obstacle: str) -> tuple[Choice, Forward]:
+        method = _PLATFORM_FORWARDS[ops.platform]
+        reason = f"{full_name(type(self))} is left out: {obstacle}"
+        if REPLACEMENTS.warns_first(f"{self.op_name}: {reason}"):
+            _logger.warning("%s: %s", self.op_name, reason)
+        others = (_IMPLEMENTATIONS["forward_native"],)
+        choice = Choice(implementation=_IMPLEMENTATIONS[method], reason=reason, alternatives=others)
+        return choice, MethodType(getattr(self.replaced, method), self)
 
     def _choose_recorded(self, ops: OpSettings) -> tuple[Choice | None, Forward]:
         """A recorded list has no use for native code: it holds the platform's kernel unless the op was switched off by name."""

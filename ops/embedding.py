@@ -44,7 +44,12 @@ class Embedding(CustomOp):
 
     def __init__(self, num_rows: int, size: int, *, product: LinearFloat32 | None, ops: OpSettings) -> None:
         is_packed = product is not None and product.is_packed
-        super().__init__(ops=ops, enforce_enable=is_packed, cpu_obstacle=ops.kernels_obstacle)
+        super().__init__(
+            ops=ops,
+            enforce_enable=is_packed,
+            cpu_obstacle=ops.kernels_obstacle,
+            replacement_obstacle="" if product is None else product.packing_obstacle,
+        )
         self.num_rows = num_rows
         self.size = size
         self._is_packed = is_packed

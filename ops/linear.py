@@ -117,15 +117,35 @@ class _Product(CustomOp):
     # Its weight is stored for one of them.
     has_one_form = True
 
-    def __init__(self, out_features: int, *, ops: OpSettings, enforce_enable: bool = False, cpu_obstacle: str = "") -> None:
-        super().__init__(ops=ops, enforce_enable=enforce_enable, cpu_obstacle=cpu_obstacle or ops.kernels_obstacle)
+    def __init__(
+        self,
+        out_features: int,
+        *,
+        ops: OpSettings,
+        enforce_enable: bool = False,
+        cpu_obstacle: str = "",
+        replacement_obstacle: str = "",
+    ) -> None:
+        super().__init__(
+            ops=ops,
+            enforce_enable=enforce_enable,
+            cpu_obstacle=cpu_obstacle or ops.kernels_obstacle,
+            replacement_obstacle=replacement_obstacle,
+        )
         self.out_features = out_features
         self._library = ops.kernels
 
     @property
     def is_packed(self) -> bool:
-        """Whether the op takes a weight that `pack` made."""
+        """Whether what runs reads a weight that `pack` made: the kernel does. Replacements read it as it was loaded."""
         return self.choice.implementation == CPP
+
+    @property
+    def packing_obstacle(self) -> str:
+        """Why a replacement of an op on the same weight can't read it: it is packed; "" where it isn't."""
+        if not self.is_packed:
+            return ""
+        return f"the weight is packed for {self.op_name}, and only kernels read it (custom_ops: -{self.op_name} leaves it unpacked)"
 
     def pack(self, weight: Tensor, arena: WeightArena) -> Tensor:
         """Packs a weight [out_features, in_features] where the op takes it packed; otherwise it is returned as it is."""
@@ -191,7 +211,13 @@ class LinearArgmax(_Product):
         obstacle = (
             "" if product.is_packed else f"the weight is not packed, because {product.op_name} is {product.choice.implementation}"
         )
-        super().__init__(product.out_features, ops=ops, enforce_enable=product.is_packed, cpu_obstacle=obstacle)
+        super().__init__(
+            product.out_features,
+            ops=ops,
+            enforce_enable=product.is_packed,
+            cpu_obstacle=obstacle,
+            replacement_obstacle=product.packing_obstacle,
+        )
         if ops.kernels is not None:
             self._kernel = ops.kernels.ops.linear_argmax.default
 

@@ -9,6 +9,9 @@ from modelworker.ops.custom_op import CustomOp
 from modelworker.ops.library import register_op
 from modelworker.ops.op_settings import OpSettings
 
+# What the C++ kernel has room for (norm.h).
+_MAX_KERNEL_SIZE = 32768
+
 
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalizes fp32 rows; the result stays in fp32."""
@@ -54,7 +57,7 @@ class RMSNorm(CustomOp):
     weight: Tensor
 
     def __init__(self, size: int, *, eps: float, dtype: torch.dtype, ops: OpSettings) -> None:
-        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle)
+        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle or _unsupported_size(size))
         self.eps = eps
         if ops.kernels is not None:
             self._kernel = ops.kernels.ops.rms_norm.default
@@ -80,6 +83,12 @@ class RMSNorm(CustomOp):
         # Heads that are views of a merged projection do not lie apart by one stride.
         rows: Tensor = self._kernel(x.flatten(0, -2), self.weight, self.eps)
         return rows.view(x.shape)
+
+
+def _unsupported_size(size: int) -> str:
+    if size > _MAX_KERNEL_SIZE:
+        return f"the C++ kernel takes a hidden size up to {_MAX_KERNEL_SIZE}, not {size}"
+    return ""
 
 
 register_op(rms_norm, fake=_rms_norm_fake)

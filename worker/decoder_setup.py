@@ -11,6 +11,7 @@ from modelworker.compiler.counters import CompileCounters
 from modelworker.compiler.errors import CompileError
 from modelworker.compiler.settings import compile_settings_of
 from modelworker.worker.capture import Captured, capture_decoder, graphs_of_device
+from modelworker.worker.compiled_check import check_compiled
 from modelworker.worker.compiled_decoder import CompiledDecoder, compile_decoder, decoder_source
 from modelworker.worker.cpu_kernels import CpuKernels
 from modelworker.worker.description import CapturedSize, Degradation
@@ -95,14 +96,18 @@ def prepare_decoder(
             progress=progress,
         )
         checks, failed = _check(captured, parts, progress)
+        longest = min(
+            parts.max_model_len, settings.step.max_tokens_per_step, (parts.kv_cache.num_blocks - 1) * settings.kv_cache.block_size
+        )
+        found, wrong_code = check_compiled(captured.runner, parts.kv_cache, vocab_size=parts.vocab_size, max_tokens=longest)
         costs = measure_costs(captured.runner)
     return ReadyDecoder(
         runner=captured.runner,
         optimization_level=plan.optimization_level,
         graph_mode=captured.runner.dispatcher.served_mode.value,
         captured=costs,
-        findings=(*map(str, checks), *captured.findings),
-        degradations=(*degradations, *no_graphs, *captured.degradations, *failed),
+        findings=(*found, *map(str, checks), *captured.findings),
+        degradations=(*degradations, *no_graphs, *captured.degradations, *failed, *wrong_code),
     )
 
 

@@ -84,12 +84,15 @@ def _warm_up_batches(engine: Engine, random: np.random.Generator) -> list[StepBa
     num_blocks = -(-prompt_len // cache.block_size)
     blocks = [np.array([block + 1], np.int32) for block in range(num_rows)]
     prompt = _tokens(engine, random, prompt_len)
+    # Without context, a token is a prompt.
+    context = min(1, cache.block_size - 1, model.max_model_len - 1)
     return [
         make_check_batch([_row(prompt, 0, np.arange(1, num_blocks + 1, dtype=np.int32))], _WITH_LOGPROBS),
-        make_check_batch([_row(_tokens(engine, random, 1), 0, block) for block in blocks], _WITH_LOGPROBS),
-        make_check_batch([_row(_tokens(engine, random, 1), 0, block) for block in blocks]),
+        make_check_batch([_row(_tokens(engine, random, 1), context, block) for block in blocks], _WITH_LOGPROBS),
+        make_check_batch([_row(_tokens(engine, random, 1), context, block) for block in blocks]),
         make_check_batch(
-            [_row(_tokens(engine, random, 1), 0, blocks[0])], CheckSampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
+            [_row(_tokens(engine, random, 1), context, blocks[0])],
+            CheckSampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01),
         ),
     ]
 
@@ -97,7 +100,7 @@ def _warm_up_batches(engine: Engine, random: np.random.Generator) -> list[StepBa
 def _compare_chunks_and_decodes(engine: Engine, random: np.random.Generator) -> float:
     """Returns by how much logprobs differ between whole prompts and the same tokens in chunks and decodes, over blocks in reverse.
 
-    The last tokens are decoded, each in a step with a chunk of another sequence, as real steps mix them.
+    The last tokens are decoded in steps with a chunk of another sequence, as real steps mix them; the very last one alone.
     """
     model, cache = engine.description.model, engine.description.kv_cache
     longest = min(_CHUNK_LEN * _NUM_CHUNKS + _NUM_DECODES, model.max_model_len, engine.description.limits.max_tokens_per_step)
@@ -116,7 +119,7 @@ def _compare_chunks_and_decodes(engine: Engine, random: np.random.Generator) -> 
         # The tokens before the first compared length in chunks, the rest one by one.
         length = max(min(_CHUNK_LEN, lengths[0] - 1 - start), 1)
         rows = [_row(tokens[start : start + length], start, table)]
-        if length == 1 and not set(table) & set(other):
+        if length == 1 and start + 1 < longest and not set(table) & set(other):
             rows.append(_row(tokens[:_CHUNK_LEN], 0, other))
         result = _succeeded(engine, engine.step(make_check_batch(rows, _WITH_LOGPROBS)))
         start += length

@@ -139,6 +139,11 @@ class StepRunner:
             raise UnknownKeyError(f"nothing is captured, so there is no graph for {key}")
         return self.graphs.run(key, inputs)
 
+    def disable_compiled(self) -> None:
+        """Lets plain modules run what has no graph."""
+        self._without_graph = self._plain
+        self.compiled_modes -= {RuntimeMode.NONE}
+
     def disable(self, mode: RuntimeMode, reason: Reason) -> None:
         """Takes a mode out of service and frees its graphs."""
         self.dispatcher.disable(mode, reason)

@@ -16,11 +16,17 @@ class KernelList:
 
     Args:
         pool: where the kernels' results go. Lists of one pool never run at the same time.
+
+    Raises:
+        MemoryError: the system has no memory for a list.
     """
 
     def __init__(self, pool: MemoryPool) -> None:
         self._functions = pool.library.functions
-        self._list = ctypes.c_void_p(self._functions.modelworker_list_new(pool.handle))
+        handle = self._functions.modelworker_list_new(pool.handle)
+        if handle is None:
+            raise MemoryError("the system has no memory for a list of kernels")
+        self._list = ctypes.c_void_p(handle)
         self._free = weakref.finalize(self, self._functions.modelworker_list_free, self._list)
 
     def __len__(self) -> int:
@@ -28,7 +34,7 @@ class KernelList:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Appends the kernels that this thread runs meanwhile. They do run, too.
+        """Appends the kernels that this thread runs meanwhile. They do run, too; where memory runs out, with a MemoryError.
 
         Raises:
             RuntimeError: this thread records another list.

@@ -1,6 +1,7 @@
 """The compiled kernels, loaded into this process."""
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 
-from modelworker.ops.cpu.build import BuildError, build_library, find_toolchain
+from modelworker.ops.cpu.build import BuildError, Toolchain, build_library, find_toolchain, library_key, num_sources
 from modelworker.ops.cpu.fakes import register_fakes
 from modelworker.ops.cpu.isa import IsaLevel, cpu_flags, usable_levels
+
+_DESCRIPTORS = "/proc/self/fd/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +47,43 @@ def load_library(level: IsaLevel, cache: Path, progress: Callable[[int], None] =
     """
     if level not in usable_levels(cpu_flags()):
         raise BuildError(f"this machine can't run kernels for {level.name}")
-    path = build_library(find_toolchain(cache), level, progress).resolve()
-    if str(path) not in torch.ops.loaded_libraries:
-        _load(path, level)
+    toolchain = find_toolchain(cache)
+    path = _loaded_path(library_key(toolchain, level))
+    if path is not None:
+        progress(num_sources())
+    else:
+        path = _load(toolchain, level, progress)
     return CpuLibrary(level, getattr(torch.ops, level.namespace), _functions(path))
 
 
-def _load(path: Path, level: IsaLevel) -> None:
-    # torch ends the process when a library defines ops that there are already.
-    if hasattr(getattr(torch.ops, level.namespace), "linear"):
-        raise BuildError(f"{path}: this process has loaded another build of the kernels for {level.name}; start a new one")
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        raise BuildError(f"{path}: can't be loaded: {_explain(str(error.__cause__ or error))}") from error
+def _loaded_path(key: str) -> str | None:
+    """Returns under which path this process has loaded a build."""
+    own = (path for path in torch.ops.loaded_libraries if path.startswith(_DESCRIPTORS))
+    return next((path for path in own if Path(path).readlink().parent.name == key), None)
+
+
+def _load(toolchain: Toolchain, level: IsaLevel, progress: Callable[[int], None]) -> str:
+    """Loads a library as the file that was verified, and returns under which path.
+
+    Its descriptor stays open as long as the process lives: the path names nothing else, and the loader knows the library by it.
+    """
+    with build_library(toolchain, level, progress) as library:
+        # torch ends the process when a library defines ops that there are already.
+        if hasattr(getattr(torch.ops, level.namespace), "linear"):
+            raise BuildError(
+                f"{library.name}: this process has loaded another build of the kernels for {level.name}; start a new one"
+            )
+        descriptor = os.dup(library.fileno())
+        path = f"{_DESCRIPTORS}{descriptor}"
+        try:
+            # As torch.ops.load_library does, which would resolve the path to one that may name another file by now.
+            ctypes.CDLL(path)
+        except OSError as error:
+            os.close(descriptor)
+            raise BuildError(f"{library.name}: can't be loaded: {_explain(str(error))}") from error
+    torch.ops.loaded_libraries.add(path)
     register_fakes(level.namespace)
+    return path
 
 
 def _explain(message: str) -> str:
@@ -75,8 +100,8 @@ def _explain(message: str) -> str:
     )
 
 
-def _functions(path: Path) -> ctypes.CDLL:
-    functions = ctypes.CDLL(str(path))
+def _functions(path: str) -> ctypes.CDLL:
+    functions = ctypes.CDLL(path)
     pointer, size, flag = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool
     for name, result, *arguments in (
         ("pool_new", pointer),

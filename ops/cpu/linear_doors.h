@@ -25,6 +25,7 @@ inline void check_packed(const Tensor& packed, int64_t out_features, int64_t in_
 }
 
 inline void linear_pack_door(const Tensor weight, Tensor packed) {
+  STD_TORCH_CHECK(weight.dim() == 2, "expected a weight [out_features, in_features]");
   check_packed(packed, weight.size(0), weight.size(1));
   STD_TORCH_CHECK(weight.scalar_type() == packed.scalar_type(), "expected a packed weight of the weight's dtype");
   rows_of(weight);

@@ -4,9 +4,6 @@
 #include <unistd.h>
 
 #include <iterator>
-#include <new>
-#include <stdexcept>
-#include <string>
 
 namespace modelworker {
 namespace {
@@ -81,7 +78,7 @@ void MemoryPool::grow(size_t wanted) {
   const size_t at_end = last != free_.end() && last->first + last->second == size_ ? last->second : 0;
   const size_t added = round_up(wanted - at_end, kHugePage);
   if (added > reserved_ - size_ || mprotect(start() + size_, added, PROT_READ | PROT_WRITE) != 0)
-    throw std::runtime_error("the system gives a memory pool of " + std::to_string(size_) + " bytes no further " + std::to_string(added));
+    throw OutOfMemory("the system gives a memory pool of " + std::to_string(size_) + " bytes no further " + std::to_string(added));
   madvise(start() + size_, added, MADV_HUGEPAGE);
   size_ += added;
   add_free(size_ - added, added);

@@ -8,8 +8,20 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <string>
 
 namespace modelworker {
+
+// A std::bad_alloc, which arrives in Python as a MemoryError, with what was asked for.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(const std::string& message) : message_(std::make_shared<const std::string>(message)) {}
+  const char* what() const noexcept override { return message_->c_str(); }
+
+ private:
+  std::shared_ptr<const std::string> message_;  // copied without an allocation, as exceptions may be
+};
 
 // One range of addresses, so that neighbours always merge; the system backs it as far as it was ever needed. A request takes the
 // smallest free chunk that holds it, which keeps large ones whole for large requests.
@@ -25,7 +37,7 @@ class MemoryPool {
   MemoryPool(const MemoryPool&) = delete;
   MemoryPool& operator=(const MemoryPool&) = delete;
 
-  // Null for no bytes. Throws std::runtime_error where the system has no more.
+  // Null for no bytes. Throws OutOfMemory where the system has no more.
   void* allocate(size_t num_bytes);
   void free(void* chunk);
   bool holds(const void* address) const;

@@ -38,16 +38,13 @@ void narrow_row(const float* row, T* out, int64_t size) {
   for (; i < size; ++i) store_scalar(out + i, row[i]);
 }
 
-// Rows are widened on the stack: the longest that a model has today is 18,432 elements.
-constexpr int64_t kMaxHidden = 32768;
-
 }  // namespace
 
 template <typename T>
 void rms_norm(const void* arguments, Team team) {
   const auto& a = *static_cast<const RmsNormArguments*>(arguments);
   const Range rows = share_of(team, a.num_rows);
-  float row[kMaxHidden];
+  float row[kMaxHiddenSize];
   for (int64_t i = rows.begin; i < rows.end; ++i) {
     const T* x = static_cast<const T*>(a.x) + i * a.x_stride;
     const float squares = widen_row<T>(x, nullptr, row, a.hidden_size);
@@ -60,7 +57,7 @@ template <typename T>
 void add_rms_norm(const void* arguments, Team team) {
   const auto& a = *static_cast<const AddRmsNormArguments*>(arguments);
   const Range rows = share_of(team, a.num_rows);
-  float row[kMaxHidden];
+  float row[kMaxHiddenSize];
   for (int64_t i = rows.begin; i < rows.end; ++i) {
     T* x = static_cast<T*>(a.x) + i * a.x_stride;
     T* residual = static_cast<T*>(a.residual) + i * a.residual_stride;

@@ -5,6 +5,9 @@
 
 namespace modelworker {
 
+// Rows are widened on the stack: the longest that a model has today is 18,432 elements.
+constexpr int64_t kMaxHiddenSize = 32768;
+
 struct RmsNormArguments {
   const void* x;       // [num_rows, hidden_size], rows `x_stride` apart
   const void* weight;  // [hidden_size]

@@ -34,6 +34,8 @@ _DEPENDS_ON_VALUES: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_
 # They read a tensor's values without an op.
 _READS: Final = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 _TENSOR_TYPES: Final = frozenset({"Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]"})
+# torch has no type of its own for this error of its allocator.
+_OUT_OF_MEMORY: Final = "DefaultCPUAllocator: "
 _TORCH_FOLDER: Final = str(Path(torch.__file__).parent)
 
 
@@ -102,6 +104,7 @@ class Recorder:
         Raises:
             UnrecordableError: the step depends on a tensor's values, computes on another device, or returns a tensor that no
                 recorded op made.
+            MemoryError: the system has no memory for what the step allocates.
         """
         mode = _Recording(self._pool)
         try:
@@ -109,8 +112,10 @@ class Recorder:
                 mode.resume()
                 outputs = run()
             mode.check_returned(outputs)
-        except BaseException:
+        except BaseException as error:
             mode.abandon()
+            if isinstance(error, RuntimeError) and _OUT_OF_MEMORY in str(error):
+                raise MemoryError(str(error)) from error
             raise
         return RecordedStep(outputs, mode.finish(), list(mode.kept.values()))
 

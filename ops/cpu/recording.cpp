@@ -1,6 +1,7 @@
 #include "recording.h"
 
 #include <cstring>
+#include <new>
 
 namespace modelworker {
 namespace {
@@ -25,7 +26,11 @@ void List::replay() const { run_tasks(tasks_.data(), tasks_.size()); }
 // Lists, for Python (ctypes).
 extern "C" {
 void* modelworker_list_new(const void* pool) {
-  return new modelworker::List(*static_cast<const std::shared_ptr<modelworker::MemoryPool>*>(pool));
+  try {
+    return new modelworker::List(*static_cast<const std::shared_ptr<modelworker::MemoryPool>*>(pool));
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 void modelworker_list_free(void* list) { delete static_cast<modelworker::List*>(list); }
 // Launches of this thread are appended to the list (and still run) until recording ends. False: the thread records another list.

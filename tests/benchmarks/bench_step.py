@@ -139,9 +139,10 @@ def _start(model: Path, num_threads: int, folder: Path) -> dict[str, object]:
     port_file = folder / "port"
     port_file.unlink(missing_ok=True)
     command = [
-        sys.executable, "-m", "modelworker.worker.cli", "serve", "--model", str(model), "--port", "0",
-        "--port-file", str(port_file), "--cache-dir", str(folder / "cache"), "--threads", str(num_threads), "--num-blocks", "400", "--log-level", "error",
-    ]  # fmt: skip
+        *(sys.executable, "-m", "modelworker.worker.cli", "serve", "--model", str(model)),
+        *("--port", "0", "--port-file", str(port_file), "--cache-dir", str(folder / "cache")),
+        *("--threads", str(num_threads), "--num-blocks", "400", "--log-level", "error"),
+    ]
     begun = time.perf_counter()
     process = subprocess.Popen(command, env={**os.environ, "PYTHONSAFEPATH": "1"}, stdout=subprocess.DEVNULL)
     try:

@@ -273,6 +273,16 @@ def test_weights_that_are_one_tensor_are_another_model_than_weights_that_are_two
     assert _key(_changed(bound=tied)) != _key(_changed(bound=untied))
 
 
+def test_weights_that_overlap_are_another_model_but_where_they_lie_is_no_matter() -> None:
+    block = torch.rand(4, 8, 8)
+    together = {"a": block[0], "b": block[1], "c": block[2]}
+    apart = {name: tensor.clone() for name, tensor in together.items()}
+    in_another_order = {"a": block[2], "b": block[0], "c": block[3]}
+    assert _key(_changed(bound=together)) == _key(_changed(bound=apart)) == _key(_changed(bound=in_another_order))
+    overlapping = {"a": block[0], "b": block.view(-1)[32:96].view(8, 8), "c": block[2]}
+    assert _key(_changed(bound=overlapping)) != _key(_changed(bound=together))
+
+
 def test_values_of_weights_are_no_part_of_the_key() -> None:
     assert _key(_changed(bound={"weight": torch.rand(8, 8)})) == _key()
 

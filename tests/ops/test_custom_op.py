@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from modelworker.ops.attention import PagedAttention
 from modelworker.ops.custom_op import CustomOp, recorded_forms
-from modelworker.ops.linear import LinearArgmax, LinearFloat32
 from modelworker.ops.norm import RMSNorm
 from modelworker.ops.op_settings import OpSettings
 from modelworker.ops.report import OpReport, report_ops, switchable_ops
@@ -163,17 +162,6 @@ def test_parts_of_a_fused_op_are_reported_only_where_its_native_form_runs() -> N
         {"rotary_store_kv": "c++"},
         {"rotary_store_kv": "native", "rotary_embedding": "c++", "store_kv": "c++"},
     ]
-
-
-def test_ops_on_one_weight_follow_the_product_that_decides_how_it_is_stored() -> None:
-    kernels = kernel_ops()
-    unpacked = replace(kernels, custom_ops=("all", "-linear_float32"))
-    for ops, expected in ((kernels, True), (unpacked, False)):
-        product = LinearFloat32(50, ops=ops)
-        argmax = LinearArgmax(product, ops=replace(ops, custom_ops=("none",)))
-        assert (product.is_packed, argmax.is_packed) == (expected, expected)
-    reason = LinearArgmax(LinearFloat32(50, ops=unpacked), ops=unpacked).choice.reason
-    assert reason == "custom_ops is all, but the weight is not packed, because linear_float32 is native"
 
 
 def test_one_op_that_is_enforced_in_one_place_has_two_entries() -> None:
@@ -351,3 +339,12 @@ def test_inductor_compiles_a_hidden_native_form_once_for_all_numbers_of_rows() -
         x = torch.randn(num_rows, 8)
         assert torch.equal(scale(x, 3.0), x * 3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_norm_of_more_elements_than_the_kernel_has_room_for_runs_native_and_says_why() -> None:
+    largest, larger = (RMSNorm(size, eps=0.0, dtype=torch.float32, ops=kernel_ops()) for size in (32768, 32769))
+    assert largest.choice.implementation == "c++"
+    assert larger.choice.implementation == "native"
+    assert larger.choice.reason == "custom_ops is all, but the C++ kernel takes a hidden size up to 32768, not 32769"
+    torch.nn.init.ones_(larger.weight)
+    assert torch.equal(larger(torch.full((1, 32769), 2.0)), torch.ones(1, 32769))

@@ -1,6 +1,8 @@
 """Memory of recorded lists: given out without overlap, used again, and alive as long as anything lies in it."""
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from modelworker.ops.cpu.kernel_list import KernelList
 from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.memory_pool import MemoryPool
+from modelworker_testing.kernels import CACHE_FOLDER
 
 MIB = 1 << 20
 
@@ -109,8 +112,11 @@ def test_only_a_list_that_is_recorded_gives_memory(cpu_library: CpuLibrary, memo
 
 
 def test_more_than_the_machine_has_is_refused_and_leaves_the_pool_as_it_was(recorded_pool: MemoryPool) -> None:
-    with pytest.raises(RuntimeError, match="the system gives a memory pool of 0 bytes no further"):
+    with pytest.raises(MemoryError, match="the system gives a memory pool of 0 bytes no further 1125899906842624"):
         take(recorded_pool, 1 << 50)
+    rows = torch.zeros(16).expand(1 << 45, 16)
+    with pytest.raises(MemoryError, match="the system gives a memory pool of 0 bytes no further 1125899906842624"):
+        recorded_pool.library.ops.silu_and_mul(rows)
     assert take(recorded_pool, 10).fill_(1).sum() == 10
 
 
@@ -149,3 +155,48 @@ def test_a_pool_that_nothing_uses_any_more_goes_back_to_the_system(cpu_library: 
         del tensor
         pool.close()
     assert resident_bytes() - before < 48 * MIB
+
+
+def test_where_the_system_has_no_more_memory_recording_fails_with_a_memory_error_and_other_steps_are_recorded(
+    cpu_library: CpuLibrary,
+) -> None:
+    code = f"""
+import resource
+from pathlib import Path
+import torch
+from modelworker.ops.cpu.isa import IsaLevel
+from modelworker.ops.cpu.library import load_library
+from modelworker.ops.cpu.memory_pool import MemoryPool
+from modelworker.ops.cpu.recorder import Recorder
+
+library = load_library({cpu_library.level!r}, Path({str(CACHE_FOLDER / "cpu-kernels")!r}))
+small = torch.ones(2, 16)
+library.ops.silu_and_mul(small)
+with open("/proc/self/statm") as statm:
+    taken = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20), resource.RLIM_INFINITY))
+recorder = Recorder(library)
+wide = torch.ones(32).expand(8 << 20, 32)  # the result takes 512 MiB
+messages = []
+for step in (lambda: library.ops.silu_and_mul(wide), lambda: wide.clone()):
+    try:
+        recorder.record(step)
+    except MemoryError as error:
+        messages.append(str(error))
+assert "the system gives a memory pool of 0 bytes no further 536870912" in messages[0], messages
+assert "DefaultCPUAllocator" in messages[1], messages
+recorded = recorder.record(lambda: library.ops.silu_and_mul(small))
+with torch.inference_mode():
+    recorded.outputs.zero_()
+recorded.replay()
+assert recorded.outputs.gt(0.7).all()
+pools = []
+try:
+    while len(pools) < 1000:
+        pools.append(MemoryPool(library))
+except MemoryError as error:
+    assert str(error) == "the system reserves no addresses for a memory pool", error
+else:
+    raise AssertionError("a limit of addresses that does not limit")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

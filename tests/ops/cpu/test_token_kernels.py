@@ -199,3 +199,97 @@ def test_tensors_that_do_not_fit_are_refused(cpu_library: CpuLibrary) -> None:
             case.query, case.key, case.value, torch.ones(3).bfloat16(), None, 0.0, case.positions, case.cos_sin, False,
             case.key_cache, case.value_cache, case.slots,
         )  # fmt: skip
+
+
+X, WEIGHT = torch.zeros(2, 32), torch.zeros(32)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (X, torch.zeros(31)),
+        (X, torch.zeros(33)),
+        (X, torch.zeros(1, 32)),
+        (X, torch.zeros(64)[::2]),
+        (X, WEIGHT.bfloat16()),
+        (X.bfloat16(), WEIGHT),
+        (X, WEIGHT.double()),
+    ],
+)
+def test_a_norm_whose_weight_does_not_fit_is_refused(cpu_library: CpuLibrary, x: Tensor, weight: Tensor) -> None:
+    with pytest.raises(RuntimeError, match=r"expected a weight \[32\] of x's dtype"):
+        cpu_library.ops.rms_norm(x, weight, 0.0)
+    with pytest.raises(RuntimeError, match=r"expected a weight \[32\] of x's dtype"):
+        cpu_library.ops.fused_add_rms_norm(x.clone(), x.clone(), weight, 0.0)
+
+
+@pytest.mark.parametrize(
+    "residual", [torch.zeros(1, 32), torch.zeros(3, 32), torch.zeros(2, 31), torch.zeros(64), torch.zeros(2, 32).bfloat16()]
+)
+def test_a_residual_that_does_not_fit_is_refused(cpu_library: CpuLibrary, residual: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="expected a residual of x's sizes and dtype"):
+        cpu_library.ops.fused_add_rms_norm(X.clone(), residual, WEIGHT, 0.0)
+
+
+@pytest.mark.parametrize("residual", [torch.zeros(2, 64)[:, ::2], torch.zeros(32, 2).t()])
+def test_a_residual_of_rows_that_are_not_dense_is_refused(cpu_library: CpuLibrary, residual: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="expected dense rows"):
+        cpu_library.ops.fused_add_rms_norm(X.clone(), residual, WEIGHT, 0.0)
+
+
+def test_a_norm_takes_the_longest_row_that_it_has_room_for_and_no_longer_one(cpu_library: CpuLibrary) -> None:
+    for size in (32767, 32768):
+        x, weight = torch.randn(2, size), torch.rand(size)
+        expected = torch.nn.functional.rms_norm(x, (size,), weight, 1e-5)
+        torch.testing.assert_close(cpu_library.ops.rms_norm(x, weight, 1e-5), expected)
+    x, weight = torch.zeros(2, 32769), torch.zeros(32769)
+    with pytest.raises(RuntimeError, match="expected rows of at most 32768 elements"):
+        cpu_library.ops.rms_norm(x, weight, 1e-5)
+    with pytest.raises(RuntimeError, match="expected rows of at most 32768 elements"):
+        cpu_library.ops.fused_add_rms_norm(x, x.clone(), weight, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32])
+def test_elements_of_another_dtype_are_refused_by_every_kernel(cpu_library: CpuLibrary, dtype: torch.dtype) -> None:
+    ops, x, heads = cpu_library.ops, torch.zeros(2, 32, dtype=dtype), torch.zeros(2, 1, 32, dtype=dtype)
+    ids, slots = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    cache, cos_sin = torch.zeros(1, 1, 4, 32, dtype=dtype), torch.zeros(4, 32)
+    packed = torch.zeros(1, 32, 32, 1, dtype=dtype)
+    for run in (
+        lambda: ops.silu_and_mul(x),
+        lambda: ops.embedding(x, ids),
+        lambda: ops.packed_embedding(ids, packed, 32, 32),
+        lambda: ops.linear_pack(torch.zeros(32, 32, dtype=dtype), packed),
+        lambda: ops.linear(x, packed, None, 32),
+        lambda: ops.rms_norm(x, torch.zeros(32, dtype=dtype), 0.0),
+        lambda: ops.fused_add_rms_norm(x, x.clone(), torch.zeros(32, dtype=dtype), 0.0),
+        lambda: ops.rotary_embedding(heads, heads.clone(), ids, cos_sin, False),
+        lambda: ops.store_kv(heads, heads.clone(), cache, cache.clone(), slots),
+    ):
+        with pytest.raises(RuntimeError, match="expected bfloat16 or float32"):
+            run()
+
+
+def test_operands_of_two_dtypes_or_of_sizes_that_do_not_fit_are_refused(cpu_library: CpuLibrary) -> None:
+    case, ops = Heads(3, (4, 2), 32, 32, torch.bfloat16), cpu_library.ops
+    for query, key, expected in (
+        (case.query, case.key.float(), "expected queries and keys of one dtype"),
+        (case.query, case.key[:2], "expected heads of 3 tokens and 32 elements"),
+        (case.query, case.key[:, :, :16], "expected heads of 3 tokens and 32 elements"),
+        (case.query, case.key.flatten(1), "expected heads"),
+    ):
+        with pytest.raises(RuntimeError, match=expected):
+            ops.rotary_embedding(query, key, case.positions, case.cos_sin, False)
+    for table in (case.cos_sin.double(), case.cos_sin.bfloat16(), case.cos_sin[0], case.cos_sin[:, ::2], torch.zeros(31, 31)):
+        with pytest.raises(RuntimeError, match="expected a table"):
+            ops.rotary_embedding(case.query, case.key, case.positions, table, False)
+    weight = torch.zeros(4, 32)
+    long = torch.zeros(4, dtype=torch.int64)
+    for ids in (long.float(), long.short(), long[:, None], long[::2]):
+        with pytest.raises(RuntimeError, match="expected ids"):
+            ops.embedding(weight, ids)
+    for table in (weight[0], weight[:, ::2], weight[None]):
+        with pytest.raises(RuntimeError, match="expected a weight"):
+            ops.embedding(table, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=r"expected a weight \[out_features, in_features\]"):
+        ops.linear_pack(torch.zeros(32, 32, 1), torch.zeros(1, 32, 32, 1))
