@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch import Tensor
 
 from modelworker.compiler.artifact import Factors
 from modelworker.compiler.graph_pass import GraphPass
