@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.decorators import mark_unbacked
 
 from modelworker.ops.op_settings import OpSettings
 
@@ -48,7 +47,8 @@ def maybe_compile(function: Callable[..., Any], settings: OpSettings, dynamic_ar
             if isinstance(argument, Tensor):
                 for dim in [dims] if isinstance(dims, int) else dims:
                     # Unlike a dynamic dimension, an unbacked one does not get code of its own for the sizes 0 and 1.
-                    mark_unbacked(argument, dim % argument.ndim)
+                    # By way of torch, which loads Dynamo when it is needed: that takes more than a second.
+                    torch._dynamo.decorators.mark_unbacked(argument, dim % argument.ndim)
         return compiled(*args, **kwargs)
 
     return call
