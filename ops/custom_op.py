@@ -148,7 +148,9 @@ class CustomOp(Replaceable):
     def _choose_recorded(self, ops: OpSettings) -> tuple[Choice | None, Forward]:
         """A recorded list has no use for native code: it holds the platform's kernel unless the op was switched off by name."""
         method = _PLATFORM_FORWARDS[ops.platform]
-        if self.has_one_form or not ops.records or not self._can_run(method) or f"-{self.op_name}" in ops.custom_ops:
+        # What a replacement computes is what it was made for: never the kernel of what it replaces.
+        is_bypassed = self.replaced is not None and not self._is_own(method)
+        if self.has_one_form or is_bypassed or not ops.records or not self._can_run(method) or f"-{self.op_name}" in ops.custom_ops:
             return None, self._chosen
         choice = self._explain(method, "a recorded step runs the platform's kernels")
         if choice.implementation == self.choice.implementation:

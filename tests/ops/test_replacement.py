@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelworker.ops.custom_op import CustomOp
+from modelworker.ops.custom_op import CustomOp, recorded_forms
 from modelworker.ops.op_settings import OpSettings
 from modelworker.ops.replaceable import PluggableLayer, Replaceable, warn_of_unused_replacements
 from modelworker.ops.report import report_ops
@@ -268,3 +268,21 @@ def test_a_replaced_layer_is_reported() -> None:
         ("built in",),
     )
     assert "Original" in report.reason
+
+
+@pytest.mark.parametrize("custom_ops", [("all",), ("none",)])
+def test_a_recorded_step_runs_what_a_replacement_computes_and_not_the_kernel_that_it_replaces(custom_ops: tuple[str, ...]) -> None:
+    original = make_op()
+
+    @original.register_oot
+    class Replacement(original):
+        def forward_oot(self, x: Tensor) -> Tensor:
+            return x + 1000
+
+        def forward_native(self, x: Tensor) -> Tensor:
+            return x + 1000
+
+    op = original(OpSettings(custom_ops=custom_ops, records=True))
+    with recorded_forms(op):
+        assert int(op(torch.zeros(()))) == 1000
+    assert op.recorded_choice is None
