@@ -94,7 +94,7 @@ class Transformers:
                 begun = time.perf_counter()
                 self._model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
                 times.append(time.perf_counter() - begun)
-                cache.crop(case.context_len)
+                cache.crop(-case.query_len)
         return times[1:]
 
 
@@ -189,7 +189,7 @@ def draw(records: list[dict[str, Any]], target: Path) -> None:
     )
     axes.set_xticks([batch for batch, _ in floors], [str(batch) for batch, _ in floors])
     axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right center")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, metadata={"Date": None})
 
