@@ -1,7 +1,7 @@
 """Steps that start-up makes for itself."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,17 @@ def make_check_batch(rows: Sequence[CheckRow], sampling: CheckSampling | None = 
         traceparent="",
         query_lens=np.array([len(row.token_ids) for row in rows], np.int32),
         context_lens=np.array([row.context_len for row in rows], np.int32),
-        token_ids=np.concatenate([row.token_ids for row in rows]),
+        token_ids=_joined(row.token_ids for row in rows),
         block_counts=np.array([len(row.blocks) for row in rows], np.int32),
-        block_ids=np.concatenate([row.blocks for row in rows]),
+        block_ids=_joined(row.blocks for row in rows),
         sample=np.ones(len(rows), np.bool_),
         sampling=None if sampling is None else _sampling(sampling, len(rows)),
     )
+
+
+def _joined(parts: Iterable[Int32Array]) -> Int32Array:
+    """Puts arrays one behind the other; none give an empty one."""
+    return np.concatenate((np.zeros(0, np.int32), *parts))
 
 
 def _sampling(sampling: CheckSampling, num_rows: int) -> SamplingBatch:

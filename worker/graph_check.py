@@ -21,7 +21,7 @@ from modelworker.worker.twin_steps import StepMaker, TwinStep
 
 # Of the root mean square of the hidden states. Padding sends products through kernels for other numbers of rows, which sum in
 # another order: 2e-6 in fp32 and 0.06 in bf16 were seen at most; a wrong position, slot or row moves them by more than 0.5.
-_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 # Exact in every dtype, and unlike any key or value that a model computes.
 _CANARY = 1024.0
 
@@ -151,8 +151,8 @@ def _check(runner: StepRunner, kv_cache: KvCache, key: GraphKey, step: TwinStep)
             cache[canaries] = _CANARY
     (actual,) = runner.replay(key, runner.stage(step.second, key))
     with _one_thread():
-        differences = [_relative(actual[: step.second.num_tokens], expected)]
-        differences += [_relative(cache[second], stored) for cache, stored in zip(caches, expected_caches, strict=True)]
+        differences = [relative_difference(actual[: step.second.num_tokens], expected)]
+        differences += [relative_difference(cache[second], stored) for cache, stored in zip(caches, expected_caches, strict=True)]
         is_confined = all(bool((cache[canaries] == _CANARY).all()) for cache in caches)
         is_finite = bool(actual.isfinite().all())
     fault = "" if is_finite else "hidden states are not finite"
@@ -160,7 +160,7 @@ def _check(runner: StepRunner, kv_cache: KvCache, key: GraphKey, step: TwinStep)
         fault = "keys or values were written outside of the step's slots"
     # A NaN anywhere must not get lost in a maximum.
     difference = float(np.max(differences))
-    return ModeCheck(mode=key.mode, key=key, difference=difference, bound=_BOUND[kv_cache.geometry.dtype], fault=fault)
+    return ModeCheck(mode=key.mode, key=key, difference=difference, bound=BOUND[kv_cache.geometry.dtype], fault=fault)
 
 
 @contextmanager
@@ -183,7 +183,8 @@ def _fill_alike(caches: Sequence[Tensor], first: Tensor, second: Tensor) -> None
         cache[second] = content
 
 
-def _relative(actual: Tensor, expected: Tensor) -> float:
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """Returns the largest difference in units of the expected values' root mean square; NaN where one of them is NaN."""
     if torch.equal(actual, expected):
         return 0.0
     scale = expected.float().square().mean().sqrt().clamp(min=1e-6)
