@@ -14,8 +14,7 @@ from modelworker.worker.client import Client, WorkerCallError
 from modelworker.worker.client.session import FencedSession
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.flags import CommandParser, checked_type
-from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import (
+from modelworker.worker.scheduler import (
     Event,
     FinishReason,
     KvCacheRecomputed,
@@ -23,6 +22,7 @@ from modelworker.worker.scheduler_types import (
     RequestError,
     RequestFinished,
     Sampling,
+    Scheduler,
     StepExecuted,
     TokenLogprobs,
     TokenSampled,

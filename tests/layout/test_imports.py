@@ -35,8 +35,8 @@ HOT = re.compile(
 # Loaded on a bare GPU machine, which has torch but neither gRPC nor structlog.
 BARE = re.compile(r"modelworker\.(ops|compiler|graphs|worker\.models)(\..*)?|modelworker\.worker\.(engine|startup|executor)")
 # A router in Python: what a user installs without the extra `worker`.
-ROUTER = re.compile(r"modelworker\.worker\.(client(\.\w+)?|scheduler|scheduler_types)")
-SCHEDULER = re.compile(r"modelworker\.worker\.(scheduler|scheduler_types)")
+ROUTER = re.compile(r"modelworker\.worker\.(client(\.\w+)?|scheduler(\.\w+)?)")
+SCHEDULER = re.compile(r"modelworker\.worker\.(scheduler(\.\w+)?)")
 
 
 @dataclass(frozen=True)

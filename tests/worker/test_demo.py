@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from modelworker.worker.demo_display import Pane, PaneDisplay, PlainDisplay, percentile, step_table
-from modelworker.worker.scheduler_types import FinishReason, RequestFinished, StepExecuted
+from modelworker.worker.scheduler import FinishReason, RequestFinished, StepExecuted
 
 HIDDEN, HEADS, HEAD_DIM, INTERMEDIATE = 32, 4, 8, 48
 

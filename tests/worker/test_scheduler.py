@@ -6,6 +6,7 @@ a stale slot changes every later token. The oracle computes the same chain from 
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_ModelWorkerServicer_to_server
 from modelworker.worker.client import Client, WorkerCallError
 from modelworker.worker.client.session import FencedSession
-from modelworker.worker.scheduler import BlockAllocator, Scheduler
-from modelworker.worker.scheduler_types import (
+from modelworker.worker.scheduler import (
+    BlockPool,
     Event,
     FinishReason,
     KvCacheRecomputed,
@@ -32,6 +33,7 @@ from modelworker.worker.scheduler_types import (
     RequestFinished,
     RequestPreempted,
     Sampling,
+    Scheduler,
     SchedulerSettings,
     StepExecuted,
     TokenSampled,
@@ -41,7 +43,13 @@ from modelworker.worker.scheduler_types import (
 VOCAB_SIZE = 50
 EOS = 0
 POISON = 49  # A row that computes this token fails, as one with NaN in its logits does. It is never sampled.
+FEEDBACK = -1
 Chain = int
+
+
+def rows(values: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    flat = iter(values)
+    return [[next(flat) for _ in range(count)] for count in counts]
 
 
 def extend(chain: Chain, token_id: int) -> Chain:
@@ -124,6 +132,8 @@ class ChainWorker(ModelWorkerServicer):
     answers: dict[int, tuple[bytes, pb.ExecuteStepResponse]] = field(default_factory=dict)
     lease_holder: int = 0
     num_executed: int = 0
+    num_copies: int = 0
+    kept: dict[int, tuple[int, int]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -134,6 +144,7 @@ class ChainWorker(ModelWorkerServicer):
         self.epoch += 1
         self.slots = {}
         self.answers = {}
+        self.kept = {}
 
     def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: grpc.ServicerContext) -> pb.WorkerInfo:  # noqa: N802
         del request, context
@@ -142,6 +153,8 @@ class ChainWorker(ModelWorkerServicer):
         info.model.eos_token_ids.append(EOS)
         info.kv_cache.block_size, info.kv_cache.num_blocks = self.block_size, self.num_blocks
         info.limits.max_sequences, info.limits.max_tokens_per_step = self.max_sequences, self.max_tokens_per_step
+        info.limits.max_steps_in_flight = 8
+        info.capabilities.extend(["ExecuteSteps", "sequence_ids", "finished_sequence_ids", "draft_lens", "block_copies"])
         return info
 
     def ResetKvCache(  # noqa: N802
@@ -197,7 +210,11 @@ class ChainWorker(ModelWorkerServicer):
         self.num_executed += 1
         query_lens, context_lens = list(request.query_lens), list(request.context_lens)
         counts, samples = list(request.block_counts), list(request.sample) or [True] * len(query_lens)
-        self.check(request, samples)
+        draft_lens = list(request.draft_lens) or [0] * len(query_lens)
+        self.check(request, samples, draft_lens)
+        for sequence_id in request.finished_sequence_ids:
+            self.kept.pop(sequence_id, None)
+        self.copy_blocks(request.block_copies)
         response = pb.ExecuteStepResponse(worker_epoch=self.epoch, step_id=request.step_id)
         response.graph.padded_tokens = sum(query_lens)
         tokens, blocks = iter(request.token_ids), iter(request.block_ids)
@@ -205,18 +222,22 @@ class ChainWorker(ModelWorkerServicer):
         for row, (query_len, context_len, count) in enumerate(zip(query_lens, context_lens, counts, strict=True)):
             table = [next(blocks) for _ in range(count)]
             new = [next(tokens) for _ in range(query_len)]
-            chain = self.read_context(row, table, context_len)
+            new[0] = self.last_token(request, row) if new[0] == FEEDBACK else new[0]
+            chains = [self.read_context(row, table, context_len)]
             written = {table[position // self.block_size] for position in range(context_len, context_len + query_len)}
             for position, token_id in enumerate(new, context_len):
-                chain = extend(chain, token_id)
-                self.slots[self.slot(table, position)] = Slot(position, token_id, chain)
+                chains.append(extend(chains[-1], token_id))
+                self.slots[self.slot(table, position)] = Slot(position, token_id, chains[-1])
             failed = POISON in new
-            response.sampled_counts.append(int(samples[row] and not failed))
             if failed:
                 response.sequence_errors.add(index=row, code=pb.NON_FINITE_LOGITS, message="not finite")
                 tainted |= written
-            elif samples[row]:
-                response.sampled_ids.append(self.draw(request, row, chain, context_len + query_len))
+            sampled = self.verify(request, row, chains, new, draft_lens[row]) if samples[row] and not failed else []
+            response.sampled_counts.append(len(sampled))
+            response.sampled_ids.extend(sampled)
+            if sampled and request.sequence_ids:
+                end = context_len + query_len - (1 + draft_lens[row] - len(sampled))
+                self.kept[request.sequence_ids[row]] = (sampled[-1], end)
             if taint and row == 0:
                 tainted |= written
         for block_id in tainted:
@@ -224,6 +245,32 @@ class ChainWorker(ModelWorkerServicer):
                 self.slots.pop(block_id * self.block_size + offset, None)
         response.tainted_block_ids.extend(sorted(tainted))
         return response
+
+    def verify(self, request: pb.ExecuteStepRequest, row: int, chains: list[Chain], new: list[int], num_drafts: int) -> list[int]:
+        """Samples after the last token that is no draft, and goes on while the next draft is what was sampled."""
+        sampled = []
+        first = len(new) - num_drafts
+        for index in range(first, len(new) + 1):
+            sampled.append(self.draw(request, row, chains[index], request.context_lens[row] + index))
+            if index == len(new) or new[index] != sampled[-1]:
+                break
+        return sampled
+
+    def last_token(self, request: pb.ExecuteStepRequest, row: int) -> int:
+        token_id, position = self.kept.get(request.sequence_ids[row], (1, -1))
+        if position != request.context_lens[row]:
+            self.breaches.append(f"row {row} wants the token at {request.context_lens[row]}, the last one is at {position}")
+        return token_id
+
+    def copy_blocks(self, copies: pb.BlockCopies) -> None:
+        contents = [
+            [self.slots.get(source * self.block_size + offset, Slot()) for offset in range(self.block_size)]
+            for source in copies.source_ids
+        ]
+        for destination, content in zip(copies.destination_ids, contents, strict=True):
+            for offset, slot in enumerate(content):
+                self.slots[destination * self.block_size + offset] = slot
+        self.num_copies += len(contents)
 
     def draw(self, request: pb.ExecuteStepRequest, row: int, chain: Chain, position: int) -> int:
         sampling = request.sampling
@@ -242,7 +289,7 @@ class ChainWorker(ModelWorkerServicer):
                 self.breaches.append(f"row {row} reads position {position} from a slot that holds position {slot.position}")
         return chain
 
-    def check(self, request: pb.ExecuteStepRequest, samples: list[bool]) -> None:
+    def check(self, request: pb.ExecuteStepRequest, samples: list[bool], draft_lens: list[int]) -> None:
         query_lens, context_lens, counts = list(request.query_lens), list(request.context_lens), list(request.block_counts)
         num_rows = len(query_lens)
         used = np.array(request.block_ids)
@@ -255,7 +302,12 @@ class ChainWorker(ModelWorkerServicer):
             "max_sequences": num_rows <= self.max_sequences,
             "max_tokens_per_step": sum(query_lens) <= self.max_tokens_per_step,
             "a block id out of range": used.min() >= 1 and used.max() < self.num_blocks,
-            "a block with two owners": len(set(used.tolist())) == len(used),
+            "a block that is written and read by another row": self.owners_are_clear(request),
+            "drafts": all(not d or (samples[r] and query_lens[r] == 1 + d) for r, d in enumerate(draft_lens)),
+            "feedback": all(
+                new[0] != FEEDBACK or query_lens[r] == 1 + draft_lens[r]
+                for r, new in enumerate(rows(request.token_ids, query_lens))
+            ),
             "a router id": request.router_id != 0,
             "max_model_len": all(q + c <= self.max_model_len for q, c in zip(query_lens, context_lens, strict=True)),
             "a table that is too short": all(
@@ -263,6 +315,16 @@ class ChainWorker(ModelWorkerServicer):
             ),
         }
         self.breaches.extend(rule for rule, is_kept in rules.items() if not is_kept)
+
+    def owners_are_clear(self, request: pb.ExecuteStepRequest) -> bool:
+        tables = rows(request.block_ids, request.block_counts)
+        holders = Counter(block_id for table in tables for block_id in table)
+        written = [
+            table[position // self.block_size]
+            for table, context_len, query_len in zip(tables, request.context_lens, request.query_lens, strict=True)
+            for position in range(context_len, context_len + query_len)
+        ]
+        return all(holders[block_id] == 1 for block_id in written)
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +409,7 @@ schedulings = st.builds(
     max_tokens_per_step=st.none() | st.integers(1, 32),
     max_blocks=st.none() | st.integers(18, 40),
     block_order=st.sampled_from(["ascending", "reversed", "interleaved"]),
+    num_drafts=st.sampled_from([0, 0, 1, 4]),
 )
 faults = st.lists(
     st.sampled_from(["", "", "", "", "busy", "lost answer", "not executed", "lost KV", "fault", "taint"]), max_size=40
@@ -571,7 +634,7 @@ def test_a_request_that_can_never_have_enough_blocks_is_refused(served: Served) 
 
 @pytest.mark.parametrize("order", ["ascending", "reversed", "interleaved"])
 def test_every_block_but_the_null_block_is_handed_out_once(order: str) -> None:
-    allocator = BlockAllocator(10, order)  # type: ignore[arg-type]
+    allocator = BlockPool(10, order)  # type: ignore[arg-type]
     assert sorted(allocator.take(9)) == list(range(1, 10))
     assert allocator.num_free == 0
     allocator.give_back([3, 7])

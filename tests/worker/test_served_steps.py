@@ -20,7 +20,7 @@ from modelworker.worker.client import (
     build_step,
 )
 from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import Request, RequestError, Sampling
+from modelworker.worker.scheduler import Request, RequestError, Sampling
 from modelworker_testing.checkpoints import save_table_model
 from modelworker_testing.worker_process import WorkerProcess, worker_process
 

@@ -167,6 +167,24 @@ class FencedSession(_Session):
         self._fence = _Fence(router_id)
         self.info = self.renew()
 
+    @property
+    def depth(self) -> int:
+        """How many steps may be unanswered at once."""
+        return 1
+
+    @property
+    def num_unanswered(self) -> int:
+        """Steps that were sent and are neither answered nor known not to be executed."""
+        return int(self.is_pending)
+
+    def send(self, request: ExecuteStepRequest) -> None:
+        """Takes the next step, which `receive` executes; errors as `execute`."""
+        self._fence.stamp(request)
+
+    def receive(self) -> StepAnswer:
+        """Executes the step that was sent; errors as `execute`."""
+        return self.resume()
+
     def execute(self, request: ExecuteStepRequest) -> StepAnswer:
         """Executes the next step; sets the request's epoch, router id and step id.
 

@@ -44,7 +44,10 @@ def build_step(
     block_ids: IntegersLike,
     sample: BoolsLike | None = None,
     sampling: StepSampling | None = None,
+    draft_lens: IntegersLike | None = None,
     sequence_ids: IntegersLike | None = None,
+    finished_sequence_ids: IntegersLike | None = None,
+    block_copies: Sequence[tuple[int, int]] | None = None,
     worker_epoch: int = 0,
     router_id: int = 0,
     step_id: int = 0,
@@ -92,7 +95,12 @@ def build_step(
         "block_counts": (block_counts, "<i4"),
         "block_ids": (block_ids, "<i4"),
         "sample": (sample, "?"),
+        "draft_lens": (draft_lens, "<i4"),
+        "finished_sequence_ids": (finished_sequence_ids, "<u8"),
     }
+    for source_id, destination_id in block_copies or ():
+        request.block_copies.source_ids.append(source_id)
+        request.block_copies.destination_ids.append(destination_id)
     request.MergeFromString(_packed(pb.ExecuteStepRequest, fields))
     if sampling is not None:
         request.sampling.MergeFromString(_packed(pb.SamplingParams, _sampling_fields(sampling)))
