@@ -42,6 +42,17 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def non_negative_int(text: str) -> int:
+    """Parses an integer of 0 .. 2^30.
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    if not text.strip().isdecimal() or int(text) > 2**30:
+        raise SettingsError(f"{text!r} is not an integer of 0 .. {2**30}")
+    return int(text)
+
+
 def num_threads(text: str) -> int:
     """Parses a number of threads, 1 .. 1024.
 

@@ -647,3 +647,41 @@ def test_settings_beyond_the_workers_limits_do_not_exceed_them(served: Served) -
     generous = SchedulerSettings(prefill_chunk=99, max_sequences=99, max_tokens_per_step=99, max_blocks=99)
     finished, _ = run(served, worker, generous, arrivals)
     assert_as_expected(worker, finished, arrivals)
+
+
+@examples
+@given(st.lists(st.tuples(st.integers(0, 20), requests, st.integers(2, 5)), min_size=1, max_size=5), schedulings, faults)
+def test_continuations_of_one_prompt_get_what_each_alone_would_get(
+    served: Served, arrivals: list[tuple[int, Request, int]], scheduling: SchedulerSettings, faults: list[str]
+) -> None:
+    worker = ChainWorker(faults=[fault for fault in faults if fault not in ("lost KV", "fault", "taint")])
+    served[0][0] = worker
+    scheduler = Scheduler(FencedSession(served[1]), scheduling)
+    wanted: dict[int, Request] = {}
+    finished: dict[int, RequestFinished] = {}
+    for step, request, count in sorted(arrivals, key=lambda each: each[0]):
+        for _ in range(step):
+            finished |= {each.request_id: each for each in scheduler.step() if isinstance(each, RequestFinished)}
+        for index, request_id in enumerate(scheduler.add_continuations(request, count)):
+            wanted[request_id] = request.with_seed_offset(index)
+    finished |= scheduler.run_until_idle()
+    for request_id, request in wanted.items():
+        assert (finished[request_id].output_ids, finished[request_id].reason) == expected_output(request, worker.max_model_len)
+    assert worker.breaches == []
+    assert scheduler.num_free_blocks == scheduler.num_usable_blocks
+
+
+def test_continuations_compute_their_prompt_once_and_copy_the_block_that_they_go_on_writing(served: Served) -> None:
+    worker = ChainWorker()
+    served[0][0] = worker
+    scheduler = Scheduler(FencedSession(served[1]))
+    request = Request(
+        prompt_ids=prompt(19), max_tokens=5, sampling=Sampling(temperature=1.0, seed=2**64 - 2), stop_token_ids=frozenset()
+    )
+    ids = scheduler.add_continuations(request, 4)
+    events: list[Event] = []
+    finished = scheduler.run_until_idle(events.append)
+    assert len({finished[request_id].output_ids for request_id in ids}) == 4
+    steps = [event.num_tokens for event in events if isinstance(event, StepExecuted)]
+    assert steps == [19, 4, 4, 4, 4, 3]
+    assert worker.num_copies == 3

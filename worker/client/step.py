@@ -68,7 +68,10 @@ def build_step(
         block_ids: [sum of block_counts], the block tables, row after row.
         sample: [num_sequences], whether to sample after the row's last token; None: every row samples.
         sampling: None: every row is greedy.
+        draft_lens: [num_sequences], how many at the end of each row's tokens are drafts to verify; None: none.
         sequence_ids: [num_sequences], identities for token feedback.
+        finished_sequence_ids: sequences that the worker may forget.
+        block_copies: blocks to copy before the forward pass, as (source, destination).
         worker_epoch: see the .proto, as for the rest; a fenced session sets epoch, router and step id itself.
         router_id: who owns the KV cache.
         step_id: place in the epoch's order, 0: unsequenced.

@@ -167,6 +167,8 @@ class Scheduler:
     def _check(self, request: Request) -> None:
         request.sampling.check()
         request.sampling.check_capabilities(self.info.capabilities)
+        if self._settings.num_drafts and "draft_lens" not in self.info.capabilities:
+            raise RequestError(f"num_drafts: found {self._settings.num_drafts}, but this worker does not verify drafts")
         vocab_size, max_model_len = self.info.model.vocab_size, self.info.model.max_model_len
         if not request.prompt_ids:
             raise RequestError("prompt_ids: found no token, expected at least 1")
