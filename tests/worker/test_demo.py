@@ -132,6 +132,8 @@ def executed(step_id: int, num_tokens: int, milliseconds: float) -> StepExecuted
         num_tokens=num_tokens,
         num_sequences=num_tokens,
         num_decodes=num_tokens,
+        num_drafts=0,
+        num_accepted=0,
         mode="NONE",
         padded_tokens=num_tokens,
         round_trip_ms=milliseconds,
