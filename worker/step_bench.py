@@ -24,22 +24,31 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCase:
-    """A step to measure: equal sequences.
+    """A step to measure: equal sequences, and a prompt's chunk beside them.
 
     Attributes:
-        num_sequences: of the step.
+        num_sequences: of the step, without the chunk.
         query_len: new tokens of each.
         context_len: tokens of each in the cache before.
+        chunk: new tokens of one sequence more, which has none in the cache; 0: there is none.
     """
 
     num_sequences: int
     query_len: int
     context_len: int
+    chunk: int = 0
 
     def __str__(self) -> str:
         if self.context_len == 0:
             return f"prefill {self.num_sequences * self.query_len}"
-        return f"decode {self.num_sequences} x {self.query_len}, context {self.context_len}"
+        beside = f"prefill {self.chunk} + " if self.chunk else ""
+        return f"{beside}decode {self.num_sequences} x {self.query_len}, context {self.context_len}"
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Query length and context length of each row."""
+        chunk = [(self.chunk, 0)] if self.chunk else []
+        return [(self.query_len, self.context_len)] * self.num_sequences + chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,13 +172,15 @@ def _result(case: str, way: str, measured: list[tuple[float, float]], floor_ms: 
 def _make_batch(case: StepCase, description: WorkerDescription) -> StepBatch:
     """Makes a greedy step of random tokens. Sequences have blocks of their own as far as there are enough; then they share."""
     block_size, usable = description.kv_cache.block_size, description.kv_cache.num_blocks - 1
-    width = -(-(case.context_len + case.query_len) // block_size)
     random = np.random.default_rng(0)
-    rows = []
-    for row in range(case.num_sequences):
-        blocks = (np.arange(row * width, (row + 1) * width) % usable + 1).astype(np.int32)
-        tokens = random.integers(0, description.model.vocab_size, case.query_len).astype(np.int32)
-        rows.append(CheckRow(token_ids=tokens, context_len=case.context_len, blocks=blocks))
+    rows: list[CheckRow] = []
+    num_taken = 0
+    for query_len, context_len in case.rows:
+        width = -(-(context_len + query_len) // block_size)
+        blocks = (np.arange(num_taken, num_taken + width) % usable + 1).astype(np.int32)
+        tokens = random.integers(0, description.model.vocab_size, query_len).astype(np.int32)
+        rows.append(CheckRow(token_ids=tokens, context_len=context_len, blocks=blocks))
+        num_taken += width
     return make_check_batch(rows)
 
 
@@ -178,14 +189,14 @@ def _floor_ms(case: StepCase, engine: Engine, limits: MachineLimits) -> float:
     model = engine.description.model
     weights = list(engine.model.weights_read())
     weight_bytes, num_weights = sum(weight.nbytes for weight in weights), sum(weight.numel() for weight in weights)
-    cached = case.num_sequences * (case.context_len + case.query_len)
+    cached = sum(query_len + context_len for query_len, context_len in case.rows)
     kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _BYTES[model.dtype] * cached
-    num_tokens = case.num_sequences * case.query_len
+    num_tokens = sum(query_len for query_len, _ in case.rows)
     # Only the last token of a sequence goes through the head.
     head = model.vocab_size * model.hidden_size
-    products = (num_weights - head) * num_tokens + head * case.num_sequences
+    products = (num_weights - head) * num_tokens + head * len(case.rows)
     # Queries and keys, and weights and values, of every token that a query sees.
-    seen = case.num_sequences * case.query_len * (case.context_len + (case.query_len + 1) / 2)
+    seen = sum(query_len * (context_len + (query_len + 1) / 2) for query_len, context_len in case.rows)
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * seen
     seconds = max(
         (weight_bytes + kv_bytes) / limits.read_bytes_per_second, 2 * (products + attention) / limits.operations_per_second
