@@ -95,6 +95,10 @@ class Engine:
         """Fills the KV cache with zeros."""
         self.kv_cache.zero()
 
+    def release_sequences(self, sequence_ids: UInt64Array) -> int:
+        """Forgets sequences. Returns how many were known: none, because nothing is kept of any."""
+        return 0
+
     def _seeds(self, parameters: SamplingBatch) -> UInt64Array:
         open_seeds = self._open_seeds.integers(0, 2**64, size=len(parameters.seed), dtype=np.uint64)
         return np.where(parameters.has_seed, parameters.seed, open_seeds)

@@ -299,6 +299,16 @@ class StepQueue:
             self._tell(self._begin_epoch(NOBODY, "request"))
             return self._fence.epoch
 
+    def check_caller(self, worker_epoch: int, router_id: int) -> None:
+        """Checks that a call that is no step comes from this epoch and from the worker's owner.
+
+        Raises:
+            PreconditionError: it does not.
+        """
+        with self._work:
+            self._fence.check_epoch(worker_epoch)
+            self._fence.check_router(router_id)
+
     def close(self, *, running_error: WorkerError | None = None) -> None:
         """Refuses everything from now on, and what is queued. `take` returns None.
 

@@ -4,7 +4,7 @@ A field is named by its path in `ExecuteStepRequest`. A field that is neither re
 (`unbuilt`), so what a worker promises and what it accepts can't drift apart.
 """
 
-RPC_CAPABILITIES: tuple[str, ...] = ("GetWorkerInfo", "ExecuteStep", "ResetKvCache")
+RPC_CAPABILITIES: tuple[str, ...] = ("GetWorkerInfo", "ExecuteStep", "ExecuteSteps", "ReleaseSequences", "ResetKvCache")
 
 FIELD_CAPABILITIES: tuple[str, ...] = (
     "worker_epoch",

@@ -1,5 +1,7 @@
 """A step's request becomes a checked batch, and its result an answer."""
 
+from typing import Protocol
+
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
@@ -115,13 +117,22 @@ def _deadline(arrival_ns: int, timeout_ms: int, deadline_ns: int | None) -> int 
     return timeout_at_ns if deadline_ns is None else min(timeout_at_ns, deadline_ns)
 
 
-def encode_result(batch: StepBatch, result: StepResult, worker_epoch: int) -> pb.ExecuteStepResponse:
+class StepIdentity(Protocol):
+    """What an answer repeats of its step, so that the step itself need not be kept until then."""
+
+    @property
+    def step_id(self) -> int: ...  # noqa: D102
+    @property
+    def client_tag(self) -> int: ...  # noqa: D102
+
+
+def encode_result(step: StepIdentity, result: StepResult, worker_epoch: int) -> pb.ExecuteStepResponse:
     """Hot path: makes the answer to a step that was executed in `worker_epoch`."""
     graph, timings = result.graph, result.timings
     return pb.ExecuteStepResponse(
         worker_epoch=worker_epoch,
-        step_id=batch.step_id,
-        client_tag=batch.client_tag,
+        step_id=step.step_id,
+        client_tag=step.client_tag,
         sampled_counts=result.sampled_counts.tolist(),
         sampled_ids=result.sampled_ids.tolist(),
         logprobs=None if result.logprobs is None else _encode_logprobs(result.logprobs),
