@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from modelworker.worker.client import Client, WorkerCallError
 from modelworker.worker.client.session import FencedSession
+from modelworker.worker.client.stream_session import StreamSession
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.flags import CommandParser, checked_type
 from modelworker.worker.scheduler import (
@@ -76,6 +77,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
         default=0,
         metavar="K",
         help="guess K tokens ahead from the text itself, and have the worker verify them in one step; 0: don't",
+    )
+    add(
+        "--pipeline",
+        type=checked_type(positive_int),
+        default=1,
+        metavar="N",
+        help="steps that may be on their way at once; more than 1 go over a stream, before the tokens of those before are known",
     )
     add("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence tokens")
     add("--json", action="store_true", help="print one JSON object at the end instead of texts")
@@ -237,7 +245,7 @@ def _generate(
             print(f"modelworker: waiting for the worker: {state}", file=sys.stderr)
 
     client.wait_ready(arguments.timeout, tell)
-    session = FencedSession(client, patience=arguments.timeout)
+    session = _session(client, arguments)
     steps: list[StepExecuted] = []
     try:
         scheduler = Scheduler(session, SchedulerSettings(num_drafts=arguments.speculate))
@@ -261,6 +269,15 @@ def _generate(
         with suppress(WorkerCallError):
             session.release()
     return steps
+
+
+def _session(client: Client, arguments: argparse.Namespace) -> FencedSession:
+    if arguments.pipeline == 1:
+        return FencedSession(client, patience=arguments.timeout)
+    session = StreamSession(client, patience=arguments.timeout, max_unanswered=arguments.pipeline)
+    if "ExecuteSteps" not in session.info.capabilities:
+        raise SetupError("--pipeline: this worker has no streams of steps")
+    return session
 
 
 def _report(generations: list[_Generation], steps: list[StepExecuted]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import grpc
 import numpy as np
@@ -23,6 +24,7 @@ from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_ModelWorkerServicer_to_server
 from modelworker.worker.client import Client, WorkerCallError
 from modelworker.worker.client.session import FencedSession
+from modelworker.worker.client.stream_session import StreamSession
 from modelworker.worker.scheduler import (
     BlockPool,
     Event,
@@ -39,11 +41,15 @@ from modelworker.worker.scheduler import (
     TokenSampled,
     WorkerChangedError,
 )
+from modelworker.worker.scheduler.batcher import Batcher
+from modelworker.worker.scheduler.drafts import PromptLookup
+from modelworker.worker.scheduler.sequence import Sequence as SchedulerSequence
 
 VOCAB_SIZE = 50
 EOS = 0
 POISON = 49  # A row that computes this token fails, as one with NaN in its logits does. It is never sampled.
 FEEDBACK = -1
+FAILED = -2
 Chain = int
 
 
@@ -109,6 +115,9 @@ class Slot:
     chain: Chain = -1
 
 
+TAINTED = Slot(position=-2)
+
+
 @dataclass
 class ChainWorker(ModelWorkerServicer):
     """Executes steps on a dictionary of slots, keeps the last answers for retries, and notes every breach of the protocol.
@@ -133,6 +142,7 @@ class ChainWorker(ModelWorkerServicer):
     lease_holder: int = 0
     num_executed: int = 0
     num_copies: int = 0
+    num_feedback_tokens: int = 0
     kept: dict[int, tuple[int, int]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -176,6 +186,20 @@ class ChainWorker(ModelWorkerServicer):
                 context.abort(refusal.code, str(refusal))
         raise AssertionError
 
+    def ExecuteSteps(  # noqa: N802
+        self, request_iterator: Iterator[pb.ExecuteStepRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ExecuteStepsResponse]:
+        for request in request_iterator:
+            response = pb.ExecuteStepsResponse(step_id=request.step_id, client_tag=request.client_tag)
+            with self.lock:
+                try:
+                    response.ok.CopyFrom(self.answer(request))
+                except RefusedError as refusal:
+                    if refusal.code is grpc.StatusCode.UNAVAILABLE:
+                        context.abort(refusal.code, str(refusal))
+                    response.error.ParseFromString(refusal.status.SerializeToString())
+            yield response
+
     def answer(self, request: pb.ExecuteStepRequest) -> pb.ExecuteStepResponse:
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "busy":
@@ -194,8 +218,9 @@ class ChainWorker(ModelWorkerServicer):
             if before != content:
                 self.breaches.append(f"step {request.step_id} came again with other content")
             return response
-        if request.step_id != self.next_step_id:
-            self.breaches.append(f"step {request.step_id} instead of {self.next_step_id}")
+        if request.step_id > self.next_step_id:
+            # In a pipeline: the one before it was refused.
+            raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, "too early", reason="STEP_OUT_OF_ORDER")
         response = self.execute(request, taint=fault == "taint")
         self.answers[request.step_id] = (content, response)
         self.lease_holder = request.router_id
@@ -222,14 +247,22 @@ class ChainWorker(ModelWorkerServicer):
         for row, (query_len, context_len, count) in enumerate(zip(query_lens, context_lens, counts, strict=True)):
             table = [next(blocks) for _ in range(count)]
             new = [next(tokens) for _ in range(query_len)]
-            new[0] = self.last_token(request, row) if new[0] == FEEDBACK else new[0]
-            chains = [self.read_context(row, table, context_len)]
             written = {table[position // self.block_size] for position in range(context_len, context_len + query_len)}
+            if new[0] == FEEDBACK and (token_id := self.last_token(request, row)) == FAILED:
+                response.sequence_errors.add(index=row, code=pb.FEEDBACK_SOURCE_FAILED, message="no token")
+                response.sampled_counts.append(0)
+                self.kept[request.sequence_ids[row]] = (FAILED, context_len + 1)
+                tainted |= written
+                continue
+            new[0] = token_id if new[0] == FEEDBACK else new[0]
+            chains = [self.read_context(row, table, context_len)]
             for position, token_id in enumerate(new, context_len):
                 chains.append(extend(chains[-1], token_id))
                 self.slots[self.slot(table, position)] = Slot(position, token_id, chains[-1])
-            failed = POISON in new
+            failed = POISON in new or self.reads_tainted(table, context_len)
             if failed:
+                if request.sequence_ids:
+                    self.kept[request.sequence_ids[row]] = (FAILED, context_len + query_len)
                 response.sequence_errors.add(index=row, code=pb.NON_FINITE_LOGITS, message="not finite")
                 tainted |= written
             sampled = self.verify(request, row, chains, new, draft_lens[row]) if samples[row] and not failed else []
@@ -242,7 +275,7 @@ class ChainWorker(ModelWorkerServicer):
                 tainted |= written
         for block_id in tainted:
             for offset in range(self.block_size):
-                self.slots.pop(block_id * self.block_size + offset, None)
+                self.slots[block_id * self.block_size + offset] = TAINTED
         response.tainted_block_ids.extend(sorted(tainted))
         return response
 
@@ -257,6 +290,7 @@ class ChainWorker(ModelWorkerServicer):
         return sampled
 
     def last_token(self, request: pb.ExecuteStepRequest, row: int) -> int:
+        self.num_feedback_tokens += 1
         token_id, position = self.kept.get(request.sequence_ids[row], (1, -1))
         if position != request.context_lens[row]:
             self.breaches.append(f"row {row} wants the token at {request.context_lens[row]}, the last one is at {position}")
@@ -280,11 +314,16 @@ class ChainWorker(ModelWorkerServicer):
     def slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
+    def reads_tainted(self, table: list[int], context_len: int) -> bool:
+        return any(self.slots.get(self.slot(table, position)) is TAINTED for position in range(context_len))
+
     def read_context(self, row: int, table: list[int], context_len: int) -> Chain:
         chain = 1
         for position in range(context_len):
             slot = self.slots.get(self.slot(table, position), Slot())
             chain = extend(chain, slot.token_id)
+            if slot is TAINTED:
+                return chain  # The row fails.
             if slot.position != position or slot.chain != chain:
                 self.breaches.append(f"row {row} reads position {position} from a slot that holds position {slot.position}")
         return chain
@@ -339,10 +378,13 @@ def served() -> Iterator[tuple[list[ChainWorker], Client]]:
         def ExecuteStep(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
             return current[0].ExecuteStep(request, context)
 
+        def ExecuteSteps(self, request_iterator, context):  # type: ignore[no-untyped-def]  # noqa: N802
+            return current[0].ExecuteSteps(request_iterator, context)
+
         def ResetKvCache(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
             return current[0].ResetKvCache(request, context)
 
-    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+    server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)])
     add_ModelWorkerServicer_to_server(Front(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -354,12 +396,35 @@ def served() -> Iterator[tuple[list[ChainWorker], Client]]:
 Served = tuple[list[ChainWorker], Client]
 
 
+@contextmanager
+def session_of(client: Client, depth: int) -> Iterator[FencedSession]:
+    """Steps that are sent one by one, or over a stream that takes several."""
+    if depth == 0:
+        yield FencedSession(client)
+        return
+    session = StreamSession(client, max_unanswered=depth)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
 def run(
-    served: Served, worker: ChainWorker, scheduling: SchedulerSettings, arrivals: Sequence[tuple[int, Request]]
+    served: Served,
+    worker: ChainWorker,
+    scheduling: SchedulerSettings,
+    arrivals: Sequence[tuple[int, Request]],
+    depth: int = 0,
 ) -> tuple[dict[int, RequestFinished], list[Event]]:
     """Drives requests that arrive before the given steps; checks what must hold at every step."""
     served[0][0] = worker
-    scheduler = Scheduler(FencedSession(served[1]), scheduling)
+    with session_of(served[1], depth) as session:
+        return drive(worker, Scheduler(session, scheduling), arrivals)
+
+
+def drive(
+    worker: ChainWorker, scheduler: Scheduler, arrivals: Sequence[tuple[int, Request]]
+) -> tuple[dict[int, RequestFinished], list[Event]]:
     queue = sorted(enumerate(arrivals), key=lambda each: each[1][0])
     ids: dict[int, int] = {}
     events: list[Event] = []
@@ -411,6 +476,7 @@ schedulings = st.builds(
     block_order=st.sampled_from(["ascending", "reversed", "interleaved"]),
     num_drafts=st.sampled_from([0, 0, 1, 4]),
 )
+depths = st.sampled_from([0, 1, 2, 4])
 faults = st.lists(
     st.sampled_from(["", "", "", "", "busy", "lost answer", "not executed", "lost KV", "fault", "taint"]), max_size=40
 )
@@ -424,22 +490,22 @@ def assert_as_expected(worker: ChainWorker, finished: dict[int, RequestFinished]
 
 
 @examples
-@given(st.lists(st.tuples(st.integers(0, 30), requests), min_size=1, max_size=12), schedulings)
+@given(st.lists(st.tuples(st.integers(0, 30), requests), min_size=1, max_size=12), schedulings, depths)
 def test_outputs_depend_on_the_request_alone_and_never_on_how_it_is_scheduled(
-    served: Served, arrivals: list[tuple[int, Request]], scheduling: SchedulerSettings
+    served: Served, arrivals: list[tuple[int, Request]], scheduling: SchedulerSettings, depth: int
 ) -> None:
     worker = ChainWorker()
-    finished, _ = run(served, worker, scheduling, arrivals)
+    finished, _ = run(served, worker, scheduling, arrivals, depth)
     assert_as_expected(worker, finished, arrivals)
 
 
 @examples
-@given(st.lists(st.tuples(st.integers(0, 20), requests), min_size=1, max_size=8), schedulings, faults)
+@given(st.lists(st.tuples(st.integers(0, 20), requests), min_size=1, max_size=8), schedulings, faults, depths)
 def test_outputs_survive_lost_answers_lost_caches_busy_workers_and_tainted_blocks(
-    served: Served, arrivals: list[tuple[int, Request]], scheduling: SchedulerSettings, faults: list[str]
+    served: Served, arrivals: list[tuple[int, Request]], scheduling: SchedulerSettings, faults: list[str], depth: int
 ) -> None:
     worker = ChainWorker(faults=list(faults))
-    finished, _ = run(served, worker, scheduling, arrivals)
+    finished, _ = run(served, worker, scheduling, arrivals, depth)
     for position, (_, request) in enumerate(arrivals):
         output, reason = expected_output(request, worker.max_model_len)
         got = finished[position]
@@ -650,21 +716,22 @@ def test_settings_beyond_the_workers_limits_do_not_exceed_them(served: Served) -
 
 
 @examples
-@given(st.lists(st.tuples(st.integers(0, 20), requests, st.integers(2, 5)), min_size=1, max_size=5), schedulings, faults)
+@given(st.lists(st.tuples(st.integers(0, 20), requests, st.integers(2, 5)), min_size=1, max_size=5), schedulings, faults, depths)
 def test_continuations_of_one_prompt_get_what_each_alone_would_get(
-    served: Served, arrivals: list[tuple[int, Request, int]], scheduling: SchedulerSettings, faults: list[str]
+    served: Served, arrivals: list[tuple[int, Request, int]], scheduling: SchedulerSettings, faults: list[str], depth: int
 ) -> None:
     worker = ChainWorker(faults=[fault for fault in faults if fault not in ("lost KV", "fault", "taint")])
     served[0][0] = worker
-    scheduler = Scheduler(FencedSession(served[1]), scheduling)
     wanted: dict[int, Request] = {}
     finished: dict[int, RequestFinished] = {}
-    for step, request, count in sorted(arrivals, key=lambda each: each[0]):
-        for _ in range(step):
-            finished |= {each.request_id: each for each in scheduler.step() if isinstance(each, RequestFinished)}
-        for index, request_id in enumerate(scheduler.add_continuations(request, count)):
-            wanted[request_id] = request.with_seed_offset(index)
-    finished |= scheduler.run_until_idle()
+    with session_of(served[1], depth) as session:
+        scheduler = Scheduler(session, scheduling)
+        for step, request, count in sorted(arrivals, key=lambda each: each[0]):
+            for _ in range(step):
+                finished |= {each.request_id: each for each in scheduler.step() if isinstance(each, RequestFinished)}
+            for index, request_id in enumerate(scheduler.add_continuations(request, count)):
+                wanted[request_id] = request.with_seed_offset(index)
+        finished |= scheduler.run_until_idle()
     for request_id, request in wanted.items():
         assert (finished[request_id].output_ids, finished[request_id].reason) == expected_output(request, worker.max_model_len)
     assert worker.breaches == []
@@ -685,3 +752,63 @@ def test_continuations_compute_their_prompt_once_and_copy_the_block_that_they_go
     steps = [event.num_tokens for event in events if isinstance(event, StepExecuted)]
     assert steps == [19, 4, 4, 4, 4, 3]
     assert worker.num_copies == 3
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_pipeline_sends_steps_before_their_tokens_are_known_and_drops_those_that_come_after_a_stop(
+    served: Served, depth: int
+) -> None:
+    worker = ChainWorker()
+    stopping = Request(prompt_ids=prompt(6), max_tokens=20, stop_token_ids=frozenset())
+    output, _ = expected_output(stopping, worker.max_model_len)
+    stopping = replace(stopping, stop_token_ids=frozenset({output[5]}))
+    number = output.index(output[5]) + 1
+    finished, _ = run(served, worker, SchedulerSettings(), [(0, stopping)], depth)
+    assert_as_expected(worker, finished, [(0, stopping)])
+    # Until the stop is seen, as many steps more as are in flight.
+    assert worker.num_executed == number + depth - 1
+    assert worker.num_feedback_tokens == (worker.num_executed - 1 if depth > 1 else 0)
+
+
+def test_a_block_is_free_only_after_the_last_step_that_could_write_it_was_answered(served: Served) -> None:
+    served[0][0] = ChainWorker()
+    with session_of(served[1], 2) as session:
+        batcher = Batcher(SchedulerSettings(), session.info)
+    sequence = SchedulerSequence(0, endless(5, 9), list(prompt(5)))
+    batcher.waiting.append(sequence)
+    batches = [batcher.choose(may_preempt=True)]
+    batcher.send(batches[0])
+    batches.append(batcher.choose(may_preempt=False))
+    batcher.send(batches[1])
+    assert [row.token_ids for batch in batches for row in batch.rows] == [list(prompt(5)), [FEEDBACK]]
+    batcher.leave(sequence)
+    for batch in batches:
+        assert batcher.blocks.num_free == batcher.blocks.num_usable - 2
+        assert batcher.left == []
+        batch.rows[0].settle(1)
+        batcher.vacate(batch.rows[0].residence)
+    assert batcher.blocks.num_free == batcher.blocks.num_usable
+    assert batcher.left == [1]
+
+
+def test_drafts_repeat_what_came_after_the_same_tokens_before() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 5, 1, 2, 3])
+    assert lookup.propose(4) == [4, 5, 1, 2]
+    lookup.extend([9])
+    assert lookup.propose(4) == []
+    lookup.extend([7, 9, 7, 9])
+    assert lookup.propose(5) == [7, 9, 7, 9, 7]
+
+
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 6))
+def test_a_draft_continues_the_last_occurrence_of_the_longest_run_that_came_before(text: list[int], limit: int) -> None:
+    expected: list[int] = []
+    for length in (4, 3, 2):
+        ends = [end for end in range(length, len(text)) if text[end - length : end] == text[len(text) - length :]]
+        if ends and length <= len(text):
+            grown = list(text)
+            for index in range(limit):
+                grown.append(grown[ends[-1] + index])
+            expected = grown[len(text) :]
+            break
+    assert PromptLookup(text).propose(limit) == expected

@@ -198,11 +198,6 @@ class FencedSession(_Session):
         """How many steps may be unanswered at once."""
         return 1
 
-    @property
-    def num_unanswered(self) -> int:
-        """Steps that were sent and are neither answered nor known not to be executed."""
-        return int(self.is_pending)
-
     def send(self, request: ExecuteStepRequest) -> None:
         """Takes the next step, which `receive` executes; errors as `execute`."""
         self._fence.stamp(request)

@@ -41,8 +41,13 @@ class _Pipeline:
         Raises:
             StepPendingError: there are too many of them.
         """
-        self._fence.stamp(request, self._max_unanswered or info.limits.max_steps_in_flight)
+        self._fence.stamp(request, self.max_unanswered(info))
         return len(self._fence.unanswered) == 1
+
+    def max_unanswered(self, info: WorkerInfo) -> int:
+        """Returns how many steps may be unanswered at once: no more than the worker takes."""
+        limit = info.limits.max_steps_in_flight
+        return limit if self._max_unanswered is None else min(self._max_unanswered, limit)
 
     def begin(self) -> list[ExecuteStepRequest]:
         """Starts with a new stream. Returns what has to be sent on it."""
@@ -121,6 +126,11 @@ class StreamSession(FencedSession):
         super().__init__(client, router_id=router_id, patience=patience)
         self._pipeline = _Pipeline(self._fence, max_unanswered)
 
+    @property
+    def depth(self) -> int:
+        """How many steps may be unanswered at once."""
+        return self._pipeline.max_unanswered(self.info)
+
     def send(self, request: ExecuteStepRequest) -> None:
         """Sends the next step, without waiting; sets its epoch, router id and step id. It must not be changed until it is answered.
 
@@ -193,6 +203,11 @@ class StreamSession(FencedSession):
         """Enters the worker's present epoch, in which nothing that was sent before counts. Returns the worker's info."""
         self.close()
         return super().renew()
+
+    def release(self) -> None:
+        """Ends the stream, and gives the worker back as `FencedSession.release` does."""
+        self.close()
+        super().release()
 
     def close(self) -> None:
         """Ends the stream. Steps that are not answered stay pending: `receive` opens another one for them."""

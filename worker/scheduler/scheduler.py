@@ -57,8 +57,8 @@ class StepSession(Protocol):
         """How many steps may be unanswered at once."""
 
     @property
-    def num_unanswered(self) -> int:
-        """Steps that were sent and are neither answered nor known not to be executed."""
+    def is_pending(self) -> bool:
+        """Whether a step was sent that is neither answered nor known not to be executed."""
 
     def send(self, request: ExecuteStepRequest) -> None:
         """Sends the next step, after those whose fate is not known; does not wait for its answer."""
@@ -228,7 +228,7 @@ class Scheduler:
                 if self._batcher.has(row.sequence):
                     events.append(self._finish(row.sequence, FinishReason.ERROR, str(error)))
         except WorkerCallError:
-            if self._session.num_unanswered == 0:
+            if not self._session.is_pending:
                 self._undo_flights()
             raise
         else:
