@@ -131,9 +131,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 # Closed here, whatever ends the call: left to the garbage collector, a handler would learn of it some time later.
                 async with aclosing(answers(convert(raw), call)) as responses:
                     async for response in responses:
-                        await context.write(response)
+                        await _write(context, response)
             except grpc.aio.AbortError:
                 raise
+            except _ClientGoneError:
+                self._log.count_call(method, grpc.StatusCode.CANCELLED)
+                return None
             except asyncio.CancelledError:
                 self._log.count_call(method, grpc.StatusCode.CANCELLED)
                 raise
@@ -175,6 +178,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._log.count_call(method, code)
         self._log.write_error(method, error)
         return _Refusal(code, status_of(error))
+
+
+class _ClientGoneError(Exception):
+    """There is nobody to write to any more; the call's task is about to be cancelled."""
+
+
+async def _write(context: _Context, response: Any) -> None:
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError as error:  # All that gRPC says of a call that has broken.
+        raise _ClientGoneError from error
 
 
 def _each(parse: Callable[[bytes], Any]) -> Callable[[AsyncIterator[bytes]], AsyncIterator[Any]]:

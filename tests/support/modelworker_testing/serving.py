@@ -67,7 +67,9 @@ class SumEngine:
         self.before_step(batch)
         self.executed.append(batch.step_id)
         self._slots[batch.slots(BLOCK_SIZE)] = batch.token_ids
-        tokens = self._slots.reshape(-1, BLOCK_SIZE)[batch.block_tables].reshape(batch.num_sequences, -1)
+        tokens = self._slots.reshape(-1, BLOCK_SIZE)[batch.block_tables].reshape(
+            batch.num_sequences, batch.block_tables.shape[1] * BLOCK_SIZE
+        )
         sums = np.where(np.arange(tokens.shape[1]) < batch.seq_lens[:, None], tokens, 0).sum(1) % VOCAB_SIZE
         return StepResult(
             sampled_counts=batch.sample.astype(np.int32),
