@@ -25,11 +25,22 @@ from modelworker.worker.client.errors import (
     WorkerUnavailableError,
 )
 from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
-from modelworker.worker.client.step import RowError, StepAnswer, StepLogprobs, StepSampling, build_step, decode_answer
+from modelworker.worker.client.step import (
+    FEEDBACK_TOKEN,
+    BlockCopies,
+    RowError,
+    StepAnswer,
+    StepLogprobs,
+    StepSampling,
+    build_step,
+    decode_answer,
+)
 
 __all__ = [
+    "FEEDBACK_TOKEN",
     "AsyncClient",
     "AsyncFencedSession",
+    "BlockCopies",
     "CallDeadlineError",
     "Client",
     "ExecuteStepRequest",
