@@ -55,12 +55,12 @@ def _check_contexts(fields: StepFields, description: WorkerDescription, violatio
     is_lost = np.zeros(description.kv_cache.num_blocks, np.bool_)
     is_lost[fields.zero_block_ids] = True
     is_lost[fields.copy_destination_ids] = False
+    # `take` is three times as fast as an index, and few entries are left.
+    entries = np.flatnonzero(is_lost.take(fields.block_ids))
     starts = starts_of(fields.block_counts)
-    offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], fields.block_counts)
-    num_context_blocks = -(-fields.context_lens.astype(np.int64) // description.kv_cache.block_size)
-    lost = np.flatnonzero(is_lost[fields.block_ids] & (offsets < np.repeat(num_context_blocks, fields.block_counts)))
-    for entry in lost[: Violations.LIMIT].tolist():
-        row = int(np.searchsorted(starts, entry, side="right")) - 1
+    rows = np.searchsorted(starts, entries, side="right") - 1
+    lost = (entries - starts[rows]) * description.kv_cache.block_size < fields.context_lens[rows]
+    for entry, row in zip(entries[lost][: Violations.LIMIT].tolist(), rows[lost].tolist(), strict=False):
         block = int(fields.block_ids[entry])
         index = int(np.flatnonzero(fields.zero_block_ids == block)[0])
         violations.add(
