@@ -14,6 +14,9 @@ UInt64Array = npt.NDArray[np.uint64]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
+FEEDBACK_TOKEN = -1
+"""In `token_ids`: the last token that was sampled for the row's sequence."""
+
 # An object with its attributes and the headers of its arrays: a round figure for the bound of answers that are kept.
 _OBJECT_BYTES = 1024
 
@@ -73,13 +76,20 @@ class StepBatch:
         deadline_ns: `time.monotonic_ns()` after which the step must not start, or None.
         digest: of a sequenced step's content, for safe retries; empty for an unsequenced one.
         traceparent: W3C trace context, or "".
+        sequence_ids: [num_sequences] without duplicates, or empty: identities for token feedback.
         query_lens: [num_sequences], >= 1.
         context_lens: [num_sequences], >= 0.
-        token_ids: [num_tokens], 0 .. vocab_size - 1.
+        token_ids: [num_tokens], 0 .. vocab_size - 1. `FEEDBACK_TOKEN` may be the first of a row of 1 + draft_len tokens, in a
+            sequenced step with `sequence_ids`, until the engine has put the token there.
+        draft_lens: [num_sequences], how many tokens at the end of the row are drafts; 0 on rows without.
         block_counts: [num_sequences], length of each row's block table.
         block_ids: [sum of block_counts], 1 .. num_blocks - 1.
         sample: [num_sequences].
         sampling: None when every row is greedy and none wants logprobs.
+        finished_sequence_ids: whose tokens need not be kept any more; they may come again in `sequence_ids`.
+        zero_block_ids: 1 .. num_blocks - 1, filled with zeros before anything else.
+        copy_source_ids: [number of copies], 1 .. num_blocks - 1, all read after zeroing and before any destination is written.
+        copy_destination_ids: [number of copies], 1 .. num_blocks - 1, without duplicates.
     """
 
     step_id: int
@@ -90,13 +100,19 @@ class StepBatch:
     deadline_ns: int | None
     digest: bytes
     traceparent: str
+    sequence_ids: UInt64Array
     query_lens: Int32Array
     context_lens: Int32Array
     token_ids: Int32Array
+    draft_lens: Int32Array
     block_counts: Int32Array
     block_ids: Int32Array
     sample: BoolArray
     sampling: SamplingBatch | None
+    finished_sequence_ids: UInt64Array
+    zero_block_ids: Int32Array
+    copy_source_ids: Int32Array
+    copy_destination_ids: Int32Array
 
     @property
     def is_sequenced(self) -> bool:

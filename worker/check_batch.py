@@ -52,13 +52,19 @@ def make_check_batch(rows: Sequence[CheckRow], sampling: CheckSampling | None = 
         deadline_ns=None,
         digest=b"",
         traceparent="",
+        sequence_ids=np.zeros(0, np.uint64),
         query_lens=np.array([len(row.token_ids) for row in rows], np.int32),
         context_lens=np.array([row.context_len for row in rows], np.int32),
         token_ids=_joined(row.token_ids for row in rows),
+        draft_lens=np.zeros(len(rows), np.int32),
         block_counts=np.array([len(row.blocks) for row in rows], np.int32),
         block_ids=_joined(row.blocks for row in rows),
         sample=np.ones(len(rows), np.bool_),
         sampling=None if sampling is None else _sampling(sampling, len(rows)),
+        finished_sequence_ids=np.zeros(0, np.uint64),
+        zero_block_ids=np.zeros(0, np.int32),
+        copy_source_ids=np.zeros(0, np.int32),
+        copy_destination_ids=np.zeros(0, np.int32),
     )
 
 

@@ -24,9 +24,11 @@ from modelworker.worker.batch import (
 )
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import FatalEngineError
+from modelworker.worker.feedback import FeedbackTable, ResolvedStep
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.sampling import Samples, greedy_samples, sample
+from modelworker.worker.step_buffers import NO_SLOT, StepInputs
 from modelworker.worker.step_runner import StepRunner, Way
 
 
@@ -39,6 +41,7 @@ class Engine:
         model: CausalLM,
         kv_cache: KvCache,
         runner: StepRunner,
+        feedback: FeedbackTable,
         description: WorkerDescription,
         device: torch.device,
     ) -> None:
@@ -46,14 +49,19 @@ class Engine:
         self.model = model
         self.kv_cache = kv_cache
         self.runner = runner
+        self.feedback = feedback
         self._device = device
         # Seeds of the rows whose seed the router leaves open.
         self._open_seeds = np.random.default_rng()
 
     def step(self, batch: StepBatch) -> StepResult:
-        """Hot path: executes a step and returns its samples. Writes the KV cache in the slots of its tokens, nowhere else.
+        """Hot path: executes a step and returns its samples.
+
+        Writes the KV cache in the blocks that the step zeroes or copies to and in the slots of its tokens, nowhere else.
 
         Raises:
+            PreconditionError: FEEDBACK_MISMATCH; nothing was changed.
+            OverloadedError: no room for more sequences in the feedback table; nothing was changed.
             FatalEngineError: the device reports a fault, after which its context can't be used any more.
         """
         return self.step_as(batch, Way(self.runner.choose(batch)))
@@ -68,7 +76,13 @@ class Engine:
     def _execute(self, batch: StepBatch, way: Way) -> StepResult:
         with torch.inference_mode():
             begun = time.monotonic_ns()
+            step = self.feedback.resolve(batch)
+            batch = step.batch
+            self.kv_cache.zero_blocks(batch.zero_block_ids)
+            self.kv_cache.copy_blocks(batch.copy_source_ids, batch.copy_destination_ids)
             inputs = self.runner.stage(batch, way.choice.key)
+            if step.failed_sources.size:
+                self._withhold(step, inputs)
             sampled_rows = np.flatnonzero(batch.sample)
             # The usual decode: a row is a token, and each one samples.
             is_plain_decode = batch.num_tokens == batch.num_sequences == len(sampled_rows)
@@ -87,13 +101,29 @@ class Engine:
             # What is not finite in the state that a token was sampled from isn't finite in its logits either.
             hidden_finite = np.ones(len(sampled_rows), np.bool_) if is_plain_decode else self._finite_rows(batch, hidden)
             sampled = time.monotonic_ns()
-        result = _assemble(batch, sampled_rows, samples, hidden_finite, execution, self.description.kv_cache.block_size)
+        hidden_finite[step.failed_sources] = False
+        result = _assemble(step, sampled_rows, samples, hidden_finite, execution, self.description.kv_cache.block_size)
+        self.feedback.record(step, result)
         timings = StepTimings(prepare_ns=prepared - begun, forward_ns=forwarded - prepared, sample_ns=sampled - forwarded)
         return dataclasses.replace(result, timings=timings)
 
     def reset_kv_cache(self) -> None:
-        """Fills the KV cache with zeros."""
+        """Fills the KV cache with zeros, and forgets the sampled tokens of all sequences."""
         self.kv_cache.zero()
+        self.feedback.clear()
+
+    def release_sequences(self, sequence_ids: UInt64Array) -> int:
+        """Forgets the sampled tokens of sequences. Returns how many of them were known."""
+        return self.feedback.release(sequence_ids)
+
+    def _withhold(self, step: ResolvedStep, inputs: StepInputs) -> None:
+        """Keeps rows whose token is a placeholder from writing keys and values.
+
+        Their slots hold NaN instead, so that a row which reads them fails too, in this step and in later ones.
+        """
+        tokens = np.flatnonzero(np.isin(step.batch.rows, step.failed_sources))
+        self.kv_cache.spoil_slots(step.batch.slots(self.description.kv_cache.block_size)[tokens])
+        inputs.slots[torch.from_numpy(tokens).to(inputs.slots.device)] = NO_SLOT
 
     def release_sequences(self, sequence_ids: UInt64Array) -> int:
         """Forgets sequences. Returns how many were known: none, because nothing is kept of any."""
@@ -116,7 +146,7 @@ def _parameters_of(sampling: SamplingBatch, rows: IndexArray) -> SamplingBatch:
 
 
 def _assemble(
-    batch: StepBatch,
+    step: ResolvedStep,
     sampled_rows: IndexArray,
     samples: Samples,
     hidden_finite: BoolArray,
@@ -124,9 +154,10 @@ def _assemble(
     block_size: int,
 ) -> StepResult:
     """Puts the samples of the sampling rows into the order of all rows, failed rows apart."""
+    batch = step.batch
     finite = hidden_finite.copy()
     finite[sampled_rows] &= samples.finite
-    failures = tuple(_failure(int(row), bool(batch.sample[row])) for row in np.flatnonzero(~finite))
+    failures = tuple(_failure(step, int(row)) for row in np.flatnonzero(~finite))
     succeeded = finite[sampled_rows]
     counts = np.zeros(batch.num_sequences, np.int32)
     counts[sampled_rows] = succeeded
@@ -135,23 +166,32 @@ def _assemble(
         sampled_ids=samples.token_ids[succeeded],
         logprobs=_assemble_logprobs(batch, sampled_rows, samples, succeeded),
         sequence_errors=failures,
-        tainted_block_ids=_tainted_blocks(batch, [failure.index for failure in failures], block_size),
+        tainted_block_ids=_tainted_blocks(step, [failure.index for failure in failures], block_size),
         graph=execution,
     )
 
 
-def _failure(row: int, sampled: bool) -> SequenceFailure:
-    if sampled:
+def _failure(step: ResolvedStep, row: int) -> SequenceFailure:
+    if row in step.failed_sources:
+        message = f"row {row}: -1 (feedback) stands for a token that was never sampled, because the row before it failed"
+        return SequenceFailure(index=row, code=SequenceErrorCode.FEEDBACK_SOURCE_FAILED, message=message)
+    if step.batch.sample[row]:
         message = f"row {row}: the logits contain NaN or infinity, so no token was sampled"
         return SequenceFailure(index=row, code=SequenceErrorCode.NON_FINITE_LOGITS, message=message)
     message = f"row {row}: the hidden states contain NaN or infinity"
     return SequenceFailure(index=row, code=SequenceErrorCode.NON_FINITE_HIDDEN_STATE, message=message)
 
 
-def _tainted_blocks(batch: StepBatch, rows: Sequence[int], block_size: int) -> Int32Array:
-    """Returns the blocks of failed rows, ascending: those read too, for the fault may have come from there."""
+def _tainted_blocks(step: ResolvedStep, rows: Sequence[int], block_size: int) -> Int32Array:
+    """Returns the blocks of failed rows, ascending.
+
+    Those read too, for the fault may have come from there; but only those written of a row whose token was never sampled.
+    """
+    batch = step.batch
+    first = np.zeros(batch.num_sequences, np.int32)
+    first[step.failed_sources] = batch.context_lens[step.failed_sources] // block_size
     used = -(-batch.seq_lens // block_size)
-    blocks = [batch.block_tables[row, : used[row]] for row in rows]
+    blocks = [batch.block_tables[row, first[row] : used[row]] for row in rows]
     return np.unique(np.concatenate(blocks)) if blocks else np.zeros(0, np.int32)
 
 

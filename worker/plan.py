@@ -11,7 +11,7 @@ from modelworker.worker.errors import SettingsError
 from modelworker.worker.kv_cache import KvCacheGeometry, choose_num_blocks
 from modelworker.worker.machine import Machine
 from modelworker.worker.models.config import ModelConfig
-from modelworker.worker.settings import DeviceSettings, ModelSettings, StepSettings, WorkerSettings
+from modelworker.worker.settings import MAX_TABLE_SIZE, DeviceSettings, ModelSettings, StepSettings, WorkerSettings
 from modelworker.worker.terminal import format_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
@@ -135,6 +135,12 @@ def choose_max_model_len(settings: ModelSettings, config: ModelConfig) -> int:
             f"--max-model-len {settings.max_model_len} is more than the model was made for ({config.max_scaled_len})"
         )
     return settings.max_model_len
+
+
+def choose_feedback_capacity(settings: WorkerSettings) -> int:
+    """Resolves --max-feedback-sequences: a router keeps some sequences beside those of a step."""
+    given = settings.feedback.max_feedback_sequences
+    return min(4 * settings.step.max_sequences, MAX_TABLE_SIZE) if given is None else given
 
 
 def free_bytes_of(device: torch.device, machine: Machine) -> int:

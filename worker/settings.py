@@ -11,6 +11,9 @@ from typing import Any
 
 from modelworker.worker.errors import SettingsError
 
+MAX_TABLE_SIZE = 2**20
+"""Entries of a table that a worker keeps."""
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -50,6 +53,17 @@ def non_negative_int(text: str) -> int:
     """
     if not text.strip().isdecimal() or int(text) > 2**30:
         raise SettingsError(f"{text!r} is not an integer of 0 .. {2**30}")
+    return int(text)
+
+
+def table_size(text: str) -> int:
+    """Parses a number of entries of a table, 1 .. `MAX_TABLE_SIZE`.
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    if not text.strip().isdecimal() or not 1 <= int(text) <= MAX_TABLE_SIZE:
+        raise SettingsError(f"{text!r} is not a number of entries: expected 1 .. {MAX_TABLE_SIZE}")
     return int(text)
 
 
@@ -206,6 +220,24 @@ class FencingSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackSettings:
+    """Sampled tokens that are kept for token feedback (token id -1)."""
+
+    max_feedback_sequences: int | None = setting(
+        None,
+        "sequences whose last tokens are kept; a step that would exceed it is refused; default: four times --max-sequences",
+        parse=table_size,
+        metavar="N",
+    )
+    feedback_idle_seconds: float = setting(
+        180.0,
+        "seconds without a step that names it after which a sequence's tokens are dropped",
+        parse=positive_float,
+        metavar="SECONDS",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSettings:
     """Where the model runs."""
 
@@ -325,6 +357,7 @@ class WorkerSettings:
     kv_cache: KvCacheSettings = field(default_factory=KvCacheSettings)
     step: StepSettings = field(default_factory=StepSettings)
     fencing: FencingSettings = field(default_factory=FencingSettings)
+    feedback: FeedbackSettings = field(default_factory=FeedbackSettings)
     device: DeviceSettings = field(default_factory=DeviceSettings)
     ops: OpsSettings = field(default_factory=OpsSettings)
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)

@@ -26,6 +26,7 @@ from modelworker.worker.description import (
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.execution_plan import plan_execution
+from modelworker.worker.feedback import FeedbackTable
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.machine import choose_threads, read_machine
 from modelworker.worker.models.causal_lm import CausalLM
@@ -103,18 +104,30 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
         decoder = prepare_decoder(plan, parts, settings, compiling, progress)
         for event, amount in compiling.snapshot().items():
             counters.increment("compile_events_total", amount, event=event)
+        kv_cache.warm_up()
         kv_cache.zero()
+        limits = describe_limits(settings)
         description = WorkerDescription(
             model=describe_model(settings.model, config, model, dtype, loaded, max_model_len),
             kv_cache=kv_cache.describe(),
-            limits=describe_limits(settings),
+            limits=limits,
             execution=describe_execution(device, num_threads, model, decoder),
             self_check=SelfCheck(passed=True, findings=(products, *decoder.findings)),
             degradations=(*choice.degradations, *kernels.degradations, *tightness, *decoder.degradations),
             versions=describe_versions(device),
             ops=describe_ops(model),
         )
-        engine = Engine(model=model, kv_cache=kv_cache, runner=decoder.runner, description=description, device=device)
+        feedback = FeedbackTable.of(
+            limits, max_model_len=max_model_len, idle_seconds=settings.feedback.feedback_idle_seconds, counters=counters
+        )
+        engine = Engine(
+            model=model,
+            kv_cache=kv_cache,
+            runner=decoder.runner,
+            feedback=feedback,
+            description=description,
+            device=device,
+        )
         self_check = warm_up_and_check(engine, progress)
     engine.description = dataclasses.replace(
         description,

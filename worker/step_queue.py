@@ -266,6 +266,8 @@ class StepQueue:
         self._counters.increment("graph_executions_total", mode=result.graph.mode.name, fallback=result.graph.fallback_reason)
         self._counters.increment("tokens_total", batch.num_tokens)
         self._counters.increment("sampled_tokens_total", len(result.sampled_ids))
+        self._counters.increment("kv_blocks_zeroed_total", len(batch.zero_block_ids))
+        self._counters.increment("kv_blocks_copied_total", len(batch.copy_destination_ids))
         for failure in result.sequence_errors:
             self._counters.increment("sequence_errors_total", code=failure.code.name)
 

@@ -23,6 +23,7 @@ from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_Mod
 from modelworker.worker.batch import GraphMode, SequenceErrorCode
 from modelworker.worker.client import (
     AsyncClient,
+    BlockCopies,
     CallDeadlineError,
     Client,
     InvalidRequestError,
@@ -96,12 +97,16 @@ def as_array(values: list[Any], kind: str) -> Any:
 @given(st.data(), st.sampled_from([as_list, as_array]))
 def test_a_built_request_is_the_one_that_protobuf_makes_of_the_same_lists(data: st.DataObject, shape: Any) -> None:
     arrays = {name: data.draw(int32s) for name in ("query_lens", "context_lens", "token_ids", "block_counts", "block_ids")}
-    sequence_ids, sample = data.draw(uint64s), data.draw(bools)
+    sequence_ids, finished_sequence_ids, sample = data.draw(uint64s), data.draw(uint64s), data.draw(bools)
+    zeroed, sources, destinations = data.draw(int32s), data.draw(int32s), data.draw(int32s)
     temperature, top_k, seed, has_seed = data.draw(floats), data.draw(int32s), data.draw(uint64s), data.draw(bools)
     modes = data.draw(st.lists(st.integers(0, 1), max_size=20))
     built = build_step(
         **{name: shape(values, "i4") for name, values in arrays.items()},
         sequence_ids=shape(sequence_ids, "u8"),
+        finished_sequence_ids=shape(finished_sequence_ids, "u8"),
+        zero_block_ids=shape(zeroed, "i4"),
+        block_copies=BlockCopies(source_ids=shape(sources, "i4"), destination_ids=shape(destinations, "i4")),
         sample=shape(sample, "?"),
         sampling=StepSampling(
             temperature=shape(temperature, "f4"),
@@ -120,6 +125,9 @@ def test_a_built_request_is_the_one_that_protobuf_makes_of_the_same_lists(data: 
     expected = pb.ExecuteStepRequest(
         **arrays,
         sequence_ids=sequence_ids,
+        finished_sequence_ids=finished_sequence_ids,
+        zero_block_ids=zeroed,
+        block_copies=pb.BlockCopies(source_ids=sources, destination_ids=destinations),
         sample=sample,
         sampling=pb.SamplingParams(temperature=temperature, top_k=top_k, seed=seed, has_seed=has_seed, logprobs_mode=modes),
         worker_epoch=2**64 - 1,

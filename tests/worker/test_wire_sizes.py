@@ -85,7 +85,7 @@ def test_a_step_at_every_limit_is_within_the_size_packed_and_unpacked() -> None:
     step.sampling.seed.extend([1] * rows)
     step.sampling.logprobs_mode.extend([1] * rows)
     limit = max_step_bytes(LARGE_WORKER)
-    assert len(step.SerializeToString()) < len(unpacked(step)) <= limit < 600_000
+    assert len(step.SerializeToString()) < len(unpacked(step)) <= limit < 2_000_000
     raw = unpacked(step)
     assert (
         parse_step(pb.ExecuteStepRequest.FromString(raw), LARGE_WORKER, arrival_ns=0, deadline_ns=None, raw=raw).num_tokens == 8192
@@ -113,10 +113,10 @@ def test_an_array_longer_than_any_steps_is_refused_by_its_name_without_being_cop
 
 
 def test_beside_an_array_that_is_too_long_everything_is_named_that_needs_no_look_at_entries() -> None:
-    request = step_request((3, 1, [1]), sequence_ids=[1], draft_lens=[0] * 7)
+    request = step_request((3, 1, [1]), lora_index=[1], draft_lens=[0] * 7)
     request.query_lens.extend([1] * 7)
     request.sampling.top_k.extend([0] * 9)
-    assert list(violations_of(request)) == ["query_lens", "draft_lens", "sampling.top_k", "sequence_ids"]
+    assert list(violations_of(request)) == ["query_lens", "draft_lens", "sampling.top_k", "lora_index"]
 
 
 def test_too_many_bytes_are_refused_with_found_and_limit_and_the_field_that_has_them() -> None:

@@ -26,15 +26,26 @@ from modelworker.worker.client.errors import (
     WorkerUnavailableError,
 )
 from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
-from modelworker.worker.client.step import RowError, StepAnswer, StepLogprobs, StepSampling, build_step, decode_answer
+from modelworker.worker.client.step import (
+    FEEDBACK_TOKEN,
+    BlockCopies,
+    RowError,
+    StepAnswer,
+    StepLogprobs,
+    StepSampling,
+    build_step,
+    decode_answer,
+)
 from modelworker.worker.client.stream import AsyncStepStream, StepStream, StreamAnswer
 from modelworker.worker.client.stream_session import AsyncStreamSession, StreamSession
 
 __all__ = [
+    "FEEDBACK_TOKEN",
     "AsyncClient",
     "AsyncFencedSession",
     "AsyncStepStream",
     "AsyncStreamSession",
+    "BlockCopies",
     "CallDeadlineError",
     "Client",
     "ExecuteStepRequest",

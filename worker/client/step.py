@@ -21,6 +21,10 @@ _LENGTH_DELIMITED = 2
 _LARGEST_ONE_BYTE_VARINT = 127
 
 
+FEEDBACK_TOKEN = -1
+"""A row's first token id may be this: the last token that was sampled for its sequence, which the worker still has."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepSampling:
     """Sampling parameters of a step: each None (neutral for every row) or [num_sequences]; the .proto has the ranges."""
@@ -35,6 +39,19 @@ class StepSampling:
     logprobs_mode: IntegersLike | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockCopies:
+    """KV cache blocks to copy before the forward pass: all sources are read before any destination is written.
+
+    Attributes:
+        source_ids: [number of copies].
+        destination_ids: [number of copies], without duplicates.
+    """
+
+    source_ids: IntegersLike
+    destination_ids: IntegersLike
+
+
 def build_step(
     *,
     query_lens: IntegersLike,
@@ -44,10 +61,10 @@ def build_step(
     block_ids: IntegersLike,
     sample: BoolsLike | None = None,
     sampling: StepSampling | None = None,
-    draft_lens: IntegersLike | None = None,
     sequence_ids: IntegersLike | None = None,
     finished_sequence_ids: IntegersLike | None = None,
-    block_copies: Sequence[tuple[int, int]] | None = None,
+    zero_block_ids: IntegersLike | None = None,
+    block_copies: BlockCopies | None = None,
     worker_epoch: int = 0,
     router_id: int = 0,
     step_id: int = 0,
@@ -63,15 +80,15 @@ def build_step(
     Args:
         query_lens: [num_sequences], new tokens of each sequence.
         context_lens: [num_sequences], tokens of each sequence already in the KV cache.
-        token_ids: [sum of query_lens], the new tokens, row after row.
+        token_ids: [sum of query_lens], the new tokens, row after row; `FEEDBACK_TOKEN` where the worker has it.
         block_counts: [num_sequences], length of each row's block table.
         block_ids: [sum of block_counts], the block tables, row after row.
         sample: [num_sequences], whether to sample after the row's last token; None: every row samples.
         sampling: None: every row is greedy.
-        draft_lens: [num_sequences], how many at the end of each row's tokens are drafts to verify; None: none.
         sequence_ids: [num_sequences], identities for token feedback.
-        finished_sequence_ids: sequences that the worker may forget.
-        block_copies: blocks to copy before the forward pass, as (source, destination).
+        finished_sequence_ids: sequences whose tokens the worker need not keep any more.
+        zero_block_ids: blocks to fill with zeros before anything else.
+        block_copies: blocks to copy after that.
         worker_epoch: see the .proto, as for the rest; a fenced session sets epoch, router and step id itself.
         router_id: who owns the KV cache.
         step_id: place in the epoch's order, 0: unsequenced.
@@ -98,13 +115,16 @@ def build_step(
         "block_counts": (block_counts, "<i4"),
         "block_ids": (block_ids, "<i4"),
         "sample": (sample, "?"),
-        "draft_lens": (draft_lens, "<i4"),
+        "zero_block_ids": (zero_block_ids, "<i4"),
         "finished_sequence_ids": (finished_sequence_ids, "<u8"),
     }
-    for source_id, destination_id in block_copies or ():
-        request.block_copies.source_ids.append(source_id)
-        request.block_copies.destination_ids.append(destination_id)
     request.MergeFromString(_packed(pb.ExecuteStepRequest, fields))
+    if block_copies is not None:
+        pairs: dict[str, tuple[_Values | None, str]] = {
+            "source_ids": (block_copies.source_ids, "<i4"),
+            "destination_ids": (block_copies.destination_ids, "<i4"),
+        }
+        request.block_copies.MergeFromString(_packed(pb.BlockCopies, pairs))
     if sampling is not None:
         request.sampling.MergeFromString(_packed(pb.SamplingParams, _sampling_fields(sampling)))
     return request
@@ -124,7 +144,9 @@ def _sampling_fields(sampling: StepSampling) -> dict[str, tuple[_Values | None, 
     }
 
 
-def _packed(message: type[pb.ExecuteStepRequest | pb.SamplingParams], fields: dict[str, tuple[_Values | None, str]]) -> bytes:
+def _packed(
+    message: type[pb.ExecuteStepRequest | pb.SamplingParams | pb.BlockCopies], fields: dict[str, tuple[_Values | None, str]]
+) -> bytes:
     """Encodes arrays as packed repeated fields (https://protobuf.dev/programming-guides/encoding/#packed)."""
     parts: list[bytes] = []
     for name, (values, dtype) in fields.items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from modelworker.worker.client import ExecuteStepRequest, StepAnswer, StepSampling, build_step
+from modelworker.worker.client import BlockCopies, ExecuteStepRequest, StepAnswer, StepSampling, build_step
 from modelworker.worker.scheduler.batcher import Batch
 from modelworker.worker.scheduler.sequence import Row
 from modelworker.worker.scheduler.types import Sampling, TokenLogprobs
@@ -29,8 +29,14 @@ def build_request(batch: Batch, *, finished_sequence_ids: Sequence[int], names_s
         draft_lens=[row.num_drafts for row in rows] if any(row.num_drafts for row in rows) else None,
         sequence_ids=[row.residence.sequence_id for row in rows] if names_sequences else None,
         finished_sequence_ids=list(finished_sequence_ids) if names_sequences else None,
-        block_copies=batch.copies or None,
+        block_copies=_block_copies(batch.copies),
     )
+
+
+def _block_copies(copies: list[tuple[int, int]]) -> BlockCopies | None:
+    if not copies:
+        return None
+    return BlockCopies(source_ids=[source for source, _ in copies], destination_ids=[destination for _, destination in copies])
 
 
 def _step_sampling(samplings: list[Sampling]) -> StepSampling:

@@ -13,6 +13,7 @@ FIELD_CAPABILITIES: tuple[str, ...] = (
     "client_tag",
     "timeout_ms",
     "traceparent",
+    "sequence_ids",  # and token id -1: the last token sampled for the sequence
     "sample",
     "sampling.temperature",
     "sampling.top_k",
@@ -22,6 +23,9 @@ FIELD_CAPABILITIES: tuple[str, ...] = (
     "sampling.has_seed",
     "sampling.num_logprobs=0",  # the chosen token's logprob; without "=0": also those of the most probable tokens
     "sampling.logprobs_mode",
+    "zero_block_ids",
+    "block_copies",
+    "finished_sequence_ids",
 )
 
 CAPABILITIES: tuple[str, ...] = RPC_CAPABILITIES + FIELD_CAPABILITIES

@@ -37,31 +37,39 @@ _MAX_RECORDS = 256
 
 
 def _arrays_of(message: Message, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    accepted = ACCEPTED_FIELDS | NEUTRAL_VALUES.keys()
     for field in message.DESCRIPTOR.fields:
         path = f"{prefix}{field.name}"
-        if field.is_repeated and path in ACCEPTED_FIELDS | NEUTRAL_VALUES.keys():
+        if field.is_repeated and (path in accepted or prefix.removesuffix(".") in accepted):
             yield path, field
 
 
 _STEP_ARRAYS = dict(_arrays_of(pb.ExecuteStepRequest()))
 _SAMPLING_ARRAYS = dict(_arrays_of(pb.SamplingParams(), "sampling."))
+_COPY_ARRAYS = dict(_arrays_of(pb.BlockCopies(), "block_copies."))
+_ALL_ARRAYS = _STEP_ARRAYS | _SAMPLING_ARRAYS | _COPY_ARRAYS
+# Groups of the arrays of a submessage, by its name.
+_GROUPED_ARRAYS = {"sampling": _SAMPLING_ARRAYS, "block_copies": _COPY_ARRAYS}
 
 
 def max_entries(path: str, description: WorkerDescription) -> int:
-    """Returns how many entries an array of a step has at most: one per row, unless it is one of the two long ones."""
+    """Returns how many entries an array of a step has at most: one per row, unless it lists tokens, blocks or other sequences."""
     limits = description.limits
     if path == "token_ids":
         return limits.max_tokens_per_step
     if path == "block_ids":
         return limits.max_sequences * -(-description.model.max_model_len // description.kv_cache.block_size)
+    if path == "zero_block_ids" or path in _COPY_ARRAYS:
+        return description.kv_cache.num_blocks - 1
+    if path == "finished_sequence_ids":
+        return max(limits.max_feedback_sequences, limits.max_sequences)
     return limits.max_sequences
 
 
 def max_step_bytes(description: WorkerDescription) -> int:
     """Returns a size that no step within the worker's limits exceeds, however its client spells it."""
-    arrays = _STEP_ARRAYS | _SAMPLING_ARRAYS
     return _OTHER_FIELDS_BYTES + sum(
-        max_entries(path, description) * (_TAG_BYTES + _ENTRY_BYTES[field.type]) for path, field in arrays.items()
+        max_entries(path, description) * (_TAG_BYTES + _ENTRY_BYTES[field.type]) for path, field in _ALL_ARRAYS.items()
     )
 
 
@@ -81,7 +89,7 @@ def check_step_size(raw: bytes, max_bytes: int, description: WorkerDescription) 
     violations = Violations()
     violations.add("request", f"found {len(raw)} bytes, expected at most {max_bytes}: no step within this worker's limits has more")
     for path, num_bytes in _field_bytes(raw).items():
-        if path not in ACCEPTED_FIELDS | NEUTRAL_VALUES.keys() and path != "sampling":
+        if path not in ACCEPTED_FIELDS | NEUTRAL_VALUES.keys() and path not in _GROUPED_ARRAYS:
             violations.add(path, f"found set, expected unset: {NOT_IMPLEMENTED}")
         elif path in _STEP_ARRAYS:
             most = max_entries(path, description)
@@ -120,9 +128,10 @@ def refuse_long_arrays(request: pb.ExecuteStepRequest, description: WorkerDescri
     """Refuses arrays that are longer than any step's, without looking at their entries."""
     for path, field in _STEP_ARRAYS.items():
         _check_most(path, len(getattr(request, field.name)), description, violations)
-    if request.HasField("sampling"):
-        for path, field in _SAMPLING_ARRAYS.items():
-            _check_most(path, len(getattr(request.sampling, field.name)), description, violations)
+    for name, arrays in _GROUPED_ARRAYS.items():
+        if request.HasField(name):
+            for path, field in arrays.items():
+                _check_most(path, len(getattr(getattr(request, name), field.name)), description, violations)
 
 
 def _check_most(path: str, found: int, description: WorkerDescription, violations: Violations) -> None:
@@ -137,5 +146,9 @@ def _check_most(path: str, found: int, description: WorkerDescription, violation
         violations.add(
             path, f"found {found} blocks, expected at most {most}: max_sequences tables of the longest sequence's length"
         )
+    elif path == "zero_block_ids" or path in _COPY_ARRAYS:
+        violations.add(path, f"found {found} blocks, expected at most num_blocks - 1 = {most}")
+    elif path == "finished_sequence_ids":
+        violations.add(path, f"found {found} sequences, expected at most {most}: all whose tokens are kept")
     else:
         violations.add(path, f"found {found} entries, expected at most max_sequences = {most}")

@@ -8,9 +8,11 @@ from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import SampledLogprobs, StepBatch, StepResult
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.trace_context import trace_id_of
-from modelworker.worker.wire.checks import CHECKS, StepFields
+from modelworker.worker.wire.checks import CHECKS, Check, StepFields
 from modelworker.worker.wire.content import MessageSchema, digest_without, refuse_unknown_fields
+from modelworker.worker.wire.feedback import check_feedback_tokens, check_sequence_ids
 from modelworker.worker.wire.info import graph_mode_name
+from modelworker.worker.wire.maintenance import check_maintenance
 from modelworker.worker.wire.sampling import parse_sampling
 from modelworker.worker.wire.sizes import refuse_long_arrays
 from modelworker.worker.wire.unbuilt import refuse_unbuilt_fields
@@ -21,6 +23,8 @@ _RESET_SCHEMA = MessageSchema.of(pb.ResetKvCacheRequest())
 
 # Each costs a microsecond; a request whose arrays are packed has at most 39.
 _MAX_RAW_FIELDS = 128
+
+_CHECKS: tuple[Check, ...] = (*CHECKS, check_sequence_ids, check_feedback_tokens, check_maintenance)
 
 # What may differ between two tries of one step.
 _NOT_CONTENT = frozenset(
@@ -55,7 +59,7 @@ def parse_step(
     _check_before_copying(request, description, violations)
     digest = _check_content(request, raw, violations)
     fields = StepFields.of(request)
-    for check in CHECKS:
+    for check in _CHECKS:
         check(fields, description, violations)
     sampling = parse_sampling(request, fields.num_sequences, description.model.vocab_size, violations)
     violations.raise_if_any()
@@ -68,13 +72,19 @@ def parse_step(
         deadline_ns=_deadline(arrival_ns, request.timeout_ms, deadline_ns),
         digest=digest,
         traceparent=request.traceparent if trace_id_of(request.traceparent) else "",
+        sequence_ids=fields.sequence_ids,
         query_lens=fields.query_lens,
         context_lens=fields.context_lens,
         token_ids=fields.token_ids,
+        draft_lens=fields.draft_lens if len(fields.draft_lens) else np.zeros(fields.num_sequences, np.int32),
         block_counts=fields.block_counts,
         block_ids=fields.block_ids,
         sample=fields.sample if len(fields.sample) else np.ones(fields.num_sequences, np.bool_),
         sampling=sampling,
+        finished_sequence_ids=fields.finished_sequence_ids,
+        zero_block_ids=fields.zero_block_ids,
+        copy_source_ids=fields.copy_source_ids,
+        copy_destination_ids=fields.copy_destination_ids,
     )
 
 

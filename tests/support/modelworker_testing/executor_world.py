@@ -174,13 +174,19 @@ def step_of(
         deadline_ns=None if deadline_seconds is None else now_ns + int(deadline_seconds * 1e9),
         digest=repr((step_id, epoch, router, tokens, context, blocks)).encode() if step_id else b"",
         traceparent="",
+        sequence_ids=np.zeros(0, np.uint64),
         query_lens=np.array([len(tokens)], np.int32),
         context_lens=np.array([context], np.int32),
         token_ids=np.array(tokens, np.int32),
+        draft_lens=np.zeros(1, np.int32),
         block_counts=np.array([len(blocks)], np.int32),
         block_ids=np.array(blocks, np.int32),
         sample=np.ones(1, np.bool_),
         sampling=None,
+        finished_sequence_ids=np.zeros(0, np.uint64),
+        zero_block_ids=np.zeros(0, np.int32),
+        copy_source_ids=np.zeros(0, np.int32),
+        copy_destination_ids=np.zeros(0, np.int32),
     )
 
 

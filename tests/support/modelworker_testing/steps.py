@@ -140,6 +140,7 @@ def valid_requests(draw: st.DrawFn, *, max_model_len: int = MAX_MODEL_LEN, block
     request.token_ids[:] = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=num_tokens, max_size=num_tokens))
     _draw_identity(draw, request)
     _draw_sampling(draw, request, len(rows))
+    _draw_maintenance(draw, request, block_size)
     return request
 
 
@@ -148,6 +149,11 @@ def _draw_identity(draw: st.DrawFn, request: pb.ExecuteStepRequest) -> None:
         request.step_id = draw(st.integers(1, 2**64 - 1))
         request.worker_epoch = draw(st.integers(1, 2**64 - 1))
         request.router_id = draw(st.integers(1, 2**64 - 1))
+    if draw(st.booleans()):
+        num_sequences = len(request.query_lens)
+        ids = st.integers(0, 2**64 - 1)
+        request.sequence_ids.extend(draw(st.lists(ids, min_size=num_sequences, max_size=num_sequences, unique=True)))
+        request.finished_sequence_ids.extend(draw(st.lists(ids | st.integers(0, 3), max_size=MAX_SEQUENCES)))
     request.client_tag = draw(st.integers(0, 2**64 - 1))
     request.timeout_ms = draw(st.sampled_from((0, 1, 5000, 2**32 - 1)))
     if draw(st.booleans()):
@@ -171,6 +177,18 @@ def _draw_sampling(draw: st.DrawFn, request: pb.ExecuteStepRequest, num_sequence
         sampling.logprobs_mode.extend(per_row(st.sampled_from((0, 1))))
         sampling.presence.extend(per_row(st.just(0.0)))
         sampling.repetition.extend(per_row(st.just(1.0)))
+
+
+def _draw_maintenance(draw: st.DrawFn, request: pb.ExecuteStepRequest, block_size: int) -> None:
+    """Any copies, and zeroes for blocks that are no context or are copied into."""
+    blocks = st.integers(1, NUM_BLOCKS - 1)
+    destinations = draw(st.just([]) | st.lists(blocks, max_size=5, unique=True))
+    if destinations:
+        request.block_copies.destination_ids.extend(destinations)
+        request.block_copies.source_ids.extend(draw(st.lists(blocks, min_size=len(destinations), max_size=len(destinations))))
+    context = context_blocks(request, block_size) - set(destinations)
+    zeroed = draw(st.just([]) | st.lists(blocks, max_size=5))
+    request.zero_block_ids.extend(block for block in zeroed if block not in context)
 
 
 def field_values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -238,6 +256,23 @@ def tables_of(request: pb.ExecuteStepRequest) -> list[list[int]]:
     return tables
 
 
+def context_blocks(request: pb.ExecuteStepRequest, block_size: int = BLOCK_SIZE) -> set[int]:
+    """The blocks that hold context of a row."""
+    return {
+        block
+        for table, context in zip(tables_of(request), request.context_lens, strict=True)
+        for index, block in enumerate(table)
+        if index * block_size < context
+    }
+
+
+def zero_blocks(request: pb.ExecuteStepRequest) -> set[int]:
+    """The blocks that are zero after the step's maintenance, of a cache in which no other block is."""
+    zeroed = set(request.zero_block_ids)
+    copies = dict(zip(request.block_copies.destination_ids, request.block_copies.source_ids, strict=True))
+    return {block for block in range(NUM_BLOCKS) if copies.get(block, block) in zeroed}
+
+
 def token_places(request: pb.ExecuteStepRequest, block_size: int = BLOCK_SIZE) -> list[tuple[int, int, int]]:
     """(row, position, slot) of each new token."""
     places = []
@@ -260,6 +295,8 @@ def is_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -> bool:
         and _identity_is_valid(request)
         and _rows_are_valid(request, worker)
         and _writes_are_valid(request, worker.kv_cache.block_size)
+        and _feedback_is_valid(request)
+        and _maintenance_is_valid(request, worker)
         and _sampling_is_valid(request)
     )
 
@@ -272,8 +309,7 @@ def _has_unknown_fields(message: Message) -> bool:
 def _asks_only_for_what_is_built(request: pb.ExecuteStepRequest) -> bool:
     num_sequences = len(request.query_lens)
     for name in (
-        "sequence_ids", "zero_block_ids", "finished_sequence_ids", "lora_index", "history", "logit_bias", "allowed_ids",
-        "banned_ids", "grammar", "block_copies", "draft_probabilities", "return_hidden",
+        "lora_index", "history", "logit_bias", "allowed_ids", "banned_ids", "grammar", "draft_probabilities", "return_hidden",
     ):  # fmt: skip
         field = request.DESCRIPTOR.fields_by_name[name]
         is_message = field.type == FieldDescriptor.TYPE_MESSAGE
@@ -310,7 +346,7 @@ def _rows_are_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -
         and all(
             _row_is_valid(*row, worker) for row in zip(request.context_lens, request.query_lens, request.block_counts, strict=True)
         )
-        and all(0 <= token < worker.model.vocab_size for token in request.token_ids)
+        and all(-1 <= token < worker.model.vocab_size for token in request.token_ids)
         and all(0 < block < worker.kv_cache.num_blocks for block in request.block_ids)
     )
 
@@ -332,6 +368,31 @@ def _writes_are_valid(request: pb.ExecuteStepRequest, block_size: int) -> bool:
         return False
     tables = tables_of(request)
     return all(tables[row].count(slot // block_size) == 1 for row, _, slot in places)
+
+
+def _feedback_is_valid(request: pb.ExecuteStepRequest) -> bool:
+    ids = list(request.sequence_ids)
+    if ids and (len(ids) != len(request.query_lens) or len(set(ids)) < len(ids)):
+        return False
+    start = 0
+    for query_len in request.query_lens:
+        tokens = request.token_ids[start : start + query_len]
+        start += query_len
+        if -1 in tokens and (query_len != 1 or not ids or request.step_id == 0):
+            return False
+    return True
+
+
+def _maintenance_is_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -> bool:
+    copies, zeroed = request.block_copies, set(request.zero_block_ids)
+    destinations = set(copies.destination_ids)
+    return (
+        len(copies.source_ids) == len(copies.destination_ids) == len(destinations)
+        and all(0 < block < worker.kv_cache.num_blocks for block in {*zeroed, *copies.source_ids, *destinations})
+        and not (zeroed - destinations) & context_blocks(request, worker.kv_cache.block_size)
+        and len(request.zero_block_ids) < worker.kv_cache.num_blocks
+        and len(request.finished_sequence_ids) <= max(worker.limits.max_feedback_sequences, worker.limits.max_sequences)
+    )
 
 
 def _sampling_is_valid(request: pb.ExecuteStepRequest) -> bool:
