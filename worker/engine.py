@@ -125,10 +125,6 @@ class Engine:
         self.kv_cache.spoil_slots(step.batch.slots(self.description.kv_cache.block_size)[tokens])
         inputs.slots[torch.from_numpy(tokens).to(inputs.slots.device)] = NO_SLOT
 
-    def release_sequences(self, sequence_ids: UInt64Array) -> int:
-        """Forgets sequences. Returns how many were known: none, because nothing is kept of any."""
-        return 0
-
     def _seeds(self, parameters: SamplingBatch) -> UInt64Array:
         open_seeds = self._open_seeds.integers(0, 2**64, size=len(parameters.seed), dtype=np.uint64)
         return np.where(parameters.has_seed, parameters.seed, open_seeds)

@@ -90,7 +90,7 @@ def run_cases(
         the results, case by case.
     """
     for case in cases:
-        batch = _make_batch(case, engine.description)
+        batch = make_batch(case, engine.description)
         ways = dict(_ways(engine, batch))
         for way, _ in itertools.product(ways.values(), range(_WARM_UP_STEPS)):
             engine.step_as(batch, way)
@@ -135,9 +135,10 @@ def _rounded(value: object) -> object:
 def _ways(engine: Engine, batch: StepBatch) -> Iterator[tuple[str, Way]]:
     none = Choice(None, Reason.NONE)
     yield "eager", Way(none, is_plain=True)
-    if engine.description.execution.optimization_level > 0:
-        yield "compiled", Way(none)
     runner = engine.runner
+    # What was taken out of service would run plain modules under another name.
+    if RuntimeMode.NONE in runner.compiled_modes:
+        yield "compiled", Way(none)
     for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
         choice = runner.choose_mode(batch, mode)
         if choice is not None:
@@ -169,19 +170,42 @@ def _result(case: str, way: str, measured: list[tuple[float, float]], floor_ms: 
     )
 
 
-def _make_batch(case: StepCase, description: WorkerDescription) -> StepBatch:
-    """Makes a greedy step of random tokens. Sequences have blocks of their own as far as there are enough; then they share."""
-    block_size, usable = description.kv_cache.block_size, description.kv_cache.num_blocks - 1
+def make_batch(case: StepCase, description: WorkerDescription) -> StepBatch:
+    """Makes a greedy step of random tokens. Where blocks are few, sequences share those that they only read."""
+    block_size = description.kv_cache.block_size
+    num_written = sum(_num_written_blocks(query_len, context_len, block_size) for query_len, context_len in case.rows)
     random = np.random.default_rng(0)
-    rows: list[CheckRow] = []
-    num_taken = 0
+    free = iter(range(1, num_written + 1))
+    shared = itertools.cycle(range(num_written + 1, description.kv_cache.num_blocks))
+    rows = []
     for query_len, context_len in case.rows:
-        width = -(-(context_len + query_len) // block_size)
-        blocks = (np.arange(num_taken, num_taken + width) % usable + 1).astype(np.int32)
+        read = list(itertools.islice(shared, context_len // block_size))
+        written = list(itertools.islice(free, _num_written_blocks(query_len, context_len, block_size)))
         tokens = random.integers(0, description.model.vocab_size, query_len).astype(np.int32)
-        rows.append(CheckRow(token_ids=tokens, context_len=context_len, blocks=blocks))
-        num_taken += width
+        rows.append(CheckRow(token_ids=tokens, context_len=context_len, blocks=np.array(read + written, np.int32)))
     return make_check_batch(rows)
+
+
+def obstacle(case: StepCase, description: WorkerDescription) -> str:
+    """Says why a worker can't run a case; "" if it can."""
+    block_size, limits = description.kv_cache.block_size, description.limits
+    num_tokens = sum(query_len for query_len, _ in case.rows)
+    longest = max(query_len + context_len for query_len, context_len in case.rows)
+    # At least one block is left to read.
+    needed = 1 + sum(_num_written_blocks(query_len, context_len, block_size) for query_len, context_len in case.rows)
+    for found, most, what in (
+        (len(case.rows), limits.max_sequences, "sequences"),
+        (num_tokens, limits.max_tokens_per_step, "tokens in a step"),
+        (longest, description.model.max_model_len, "tokens of a sequence"),
+        (needed, description.kv_cache.num_blocks - 1, "KV cache blocks"),
+    ):
+        if found > most:
+            return f"it needs {found} {what}, the worker has {most}"
+    return ""
+
+
+def _num_written_blocks(query_len: int, context_len: int, block_size: int) -> int:
+    return -(-(context_len + query_len) // block_size) - context_len // block_size
 
 
 def _floor_ms(case: StepCase, engine: Engine, limits: MachineLimits) -> float:
