@@ -121,7 +121,7 @@ def _compile(
     source = decoder_source(
         parts.model,
         parts.kv_cache,
-        max_blocks=parts.buffers.max_blocks,
+        parts.buffers,
         device=parts.device,
         kernels=parts.kernels.library,
         identity=parts.identity,

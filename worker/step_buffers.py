@@ -56,6 +56,8 @@ class StepBuffers:
         device: where the model computes.
 
     Attributes:
+        max_tokens: of a step, padding included.
+        max_sequences: likewise.
         max_blocks: of a block table.
     """
 
@@ -65,6 +67,8 @@ class StepBuffers:
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
         self.max_blocks = max_blocks
         self._tables_start = sum(sizes[:-1])
         slots, token_ids, positions, starts, lens, tables = self._device.split(sizes)
