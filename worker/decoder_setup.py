@@ -61,6 +61,7 @@ class ReadyDecoder:
         optimization_level: that it came to.
         graph_mode: likewise.
         captured: what is served, with its cost.
+        graph_bytes: memory that all graphs together take.
         findings: of the checks.
         degradations: what isn't as it was asked for.
     """
@@ -69,6 +70,7 @@ class ReadyDecoder:
     optimization_level: int
     graph_mode: str
     captured: tuple[CapturedSize, ...]
+    graph_bytes: int
     findings: tuple[str, ...]
     degradations: tuple[Degradation, ...]
 
@@ -106,6 +108,7 @@ def prepare_decoder(
         optimization_level=plan.optimization_level,
         graph_mode=captured.runner.dispatcher.served_mode.value,
         captured=costs,
+        graph_bytes=captured.num_bytes,
         findings=(*found, *map(str, checks), *captured.findings),
         degradations=(*degradations, *no_graphs, *captured.degradations, *failed, *wrong_code),
     )
