@@ -118,7 +118,9 @@ def _compile(
     plan: ExecutionPlan, parts: DecoderParts, settings: WorkerSettings, counters: CompileCounters, progress: Progress
 ) -> tuple[ExecutionPlan, CompiledDecoder | None, tuple[Degradation, ...]]:
     """Compiles where the plan says so; where that fails, returns a plan without it."""
-    compile_settings = compile_settings_of(plan.optimization_level, backend=plan.compiler)
+    compile_settings = compile_settings_of(
+        plan.optimization_level, backend=plan.compiler, partition=plan.partition, disabled_passes=plan.disabled_passes
+    )
     if compile_settings is None:
         return plan, None, ()
     source = decoder_source(
