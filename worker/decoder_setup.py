@@ -148,4 +148,4 @@ def _check(captured: Captured, parts: DecoderParts, progress: Progress) -> tuple
             vocab_size=parts.vocab_size,
             max_model_len=parts.max_model_len,
         )
-    return checks, disable_failed(captured.runner, checks)
+    return checks.worst, disable_failed(captured.runner, checks)
