@@ -183,12 +183,13 @@ def _tainted_blocks(step: ResolvedStep, rows: Sequence[int], block_size: int) ->
 
     Those read too, for the fault may have come from there; but only those written of a row whose token was never sampled.
     """
+    if not rows:
+        return np.zeros(0, np.int32)
     batch = step.batch
     first = np.zeros(batch.num_sequences, np.int32)
     first[step.failed_sources] = batch.context_lens[step.failed_sources] // block_size
     used = -(-batch.seq_lens // block_size)
-    blocks = [batch.block_tables[row, first[row] : used[row]] for row in rows]
-    return np.unique(np.concatenate(blocks)) if blocks else np.zeros(0, np.int32)
+    return np.unique(np.concatenate([batch.block_tables[row, first[row] : used[row]] for row in rows]))
 
 
 def _assemble_logprobs(
