@@ -153,7 +153,8 @@ async def test_a_busy_worker_is_asked_again_and_no_step_is_lost_or_repeated() ->
             for step in range(6):
                 await session.send(one_token(step, tokens[step]))
             await gate.wait_entered()
-            while count(worker, 'stream_steps_total{code="RESOURCE_EXHAUSTED"}') < 4:
+            # As many again as may be in flight are read; the rest waits in the transport.
+            while count(worker, 'stream_steps_total{code="RESOURCE_EXHAUSTED"}') < 2:
                 await asyncio.sleep(0.01)
             gate.open()
             sampled = []
