@@ -18,7 +18,7 @@ from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import NotBuiltError, UnavailableError
 from modelworker.worker.executor import Executor
 from modelworker.worker.stage import StageTracker
-from modelworker.worker.step_stream import METHOD, StepStream
+from modelworker.worker.step_stream import EXECUTE_STEPS, StepStream
 from modelworker.worker.ticket import Answer, Ticket
 from modelworker.worker.wire import (
     check_request_size,
@@ -33,7 +33,7 @@ from modelworker.worker.wire import (
     parse_step,
 )
 
-ITEM_STREAMS = frozenset({METHOD})
+ITEM_STREAMS = frozenset({EXECUTE_STEPS})
 """Methods whose handler gets the bytes of each request."""
 
 _RETRY_WHILE_STARTING_MS = 1000

@@ -10,7 +10,8 @@ import asyncio
 import contextvars
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -23,7 +24,7 @@ from modelworker.worker.statuses import code_of, status_of
 from modelworker.worker.ticket import Answer, Ticket
 from modelworker.worker.wire import encode_result, encode_stream_answer
 
-METHOD = "ExecuteSteps"
+EXECUTE_STEPS = "ExecuteSteps"
 
 Parse = Callable[[bytes], pb.ExecuteStepRequest]
 
@@ -35,7 +36,7 @@ class Admit(Protocol):
         """Raises WorkerError: the step is refused."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class _Item:
     """One step, from its arrival until its answer is written. What was parsed of it is not kept here.
 
@@ -50,10 +51,10 @@ class _Item:
 
     context: contextvars.Context
     arrival_ns: int
-    step_id: int = 0
-    client_tag: int = 0
-    size: StepSize = field(default_factory=dict)
-    outcome: Ticket[Answer] | status_pb2.Status = field(default_factory=status_pb2.Status)
+    step_id: int
+    client_tag: int
+    size: StepSize
+    outcome: Ticket[Answer] | status_pb2.Status
 
 
 class StepStream:
@@ -107,36 +108,40 @@ class StepStream:
     async def _read(self, raws: AsyncIterator[bytes]) -> None:
         await self._places.acquire()
         async for raw in raws:
-            self._items.put_nowait(self._begin(raw))
+            context = contextvars.copy_context()
+            self._items.put_nowait(context.run(self._begin, context, raw))
             del raw  # It would stay until the next one comes.
             await self._places.acquire()
 
-    def _begin(self, raw: bytes) -> _Item:
-        """Hot path: admits a step at once, in a log context of its own, or finds out why not."""
-        item = _Item(contextvars.copy_context(), time.monotonic_ns())
+    def _begin(self, context: contextvars.Context, raw: bytes) -> _Item:
+        """Hot path: admits a step at once, or finds out why not. Runs in the step's own log context."""
+        arrival_ns = time.monotonic_ns()
+        request, size = pb.ExecuteStepRequest(), StepSize()
+        outcome: Ticket[Answer] | status_pb2.Status
         try:
-            item.outcome = item.context.run(self._queue, item, raw)
+            self._room.take(len(raw))
+            try:
+                request = self._parse(raw)
+                size = self._log.bind_step(request)
+                outcome = self._admit(request, raw=raw, arrival_ns=arrival_ns)
+            except BaseException:
+                self._room.give_back(len(raw))
+                raise
+            # Not only in its turn: what a client does not read must not take the room of others.
+            outcome.when_settled(partial(self._room.give_back, len(raw)))
         except Exception as error:
-            item.outcome = item.context.run(self._refuse, error)
-        return item
-
-    def _queue(self, item: _Item, raw: bytes) -> Ticket[Answer]:
-        num_bytes = len(raw)
-        self._room.take(num_bytes)
-        try:
-            request = self._parse(raw)
-            item.step_id, item.client_tag = request.step_id, request.client_tag
-            item.size = self._log.bind_step(request)
-            ticket = self._admit(request, raw=raw, arrival_ns=item.arrival_ns)
-        except BaseException:
-            self._room.give_back(num_bytes)
-            raise
-        # Not only in its turn: what a client does not read must not take the room of others.
-        ticket.when_settled(lambda: self._room.give_back(num_bytes))
-        return ticket
+            outcome = self._refuse(error)
+        return _Item(
+            context=context,
+            arrival_ns=arrival_ns,
+            step_id=request.step_id,
+            client_tag=request.client_tag,
+            size=size,
+            outcome=outcome,
+        )
 
     def _refuse(self, error: Exception) -> status_pb2.Status:
-        self._log.write_error(METHOD, error)
+        self._log.write_error(EXECUTE_STEPS, error)
         self._log.count_stream_step(code_of(error))
         return status_of(error)
 

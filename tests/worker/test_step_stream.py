@@ -1,8 +1,10 @@
 """ExecuteSteps through a real server: order, errors in band, limits, drain, and streams that break or are never read."""
 
 import asyncio
+import gc
 import json
 import random
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -494,6 +496,41 @@ async def test_random_and_cut_off_items_are_each_answered_in_their_turn_and_the_
         assert good_ones == [("OK", 9, [6])] * 300
         assert {code(answer) for answer in answers[::2]} <= {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION KV_CACHE_LOST"}
         assert sum(code(answer) == "INVALID_ARGUMENT" for answer in answers[::2]) > 200
+
+
+@async_test
+async def test_an_item_over_the_message_limit_ends_the_stream_and_what_it_had_queued() -> None:
+    async with running_server(WorkerSettings(server=ServerSettings(max_message_size=80_000))) as running:
+        gate = running.engine.before_step = Gate()
+        stream = Stream(running)
+        await stream.send(sequenced(running, 1), sequenced(running, 2))
+        await wait_for(lambda: running.server.executor.num_steps_in_flight == 2)
+        await stream.send(bytes(90_000))
+        await wait_for(lambda: running.server.executor.num_queued == 0)
+        gate.open()
+        assert await stream.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        again = Stream(running)
+        assert [code(await again.exchange(sequenced(running, step_id))) for step_id in (1, 2)] == ["OK", "OK"]
+        assert running.engine.executed == [1, 2]
+
+
+@async_test
+async def test_refused_items_leave_nothing_behind_for_the_garbage_collector() -> None:
+    async with running_server(WorkerSettings(server=ServerSettings(log_level="error"))) as running:
+        stream = Stream(running)
+        bad = step_request([-5], block_counts=[25_000], block_ids=list(range(1, 25_001)))
+        assert code(await stream.exchange(bad)) == "INVALID_ARGUMENT"
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(50):
+                await stream.exchange(bad)
+            left = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+        assert left < 10 * bad.ByteSize()
 
 
 # -- logs ----------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.client.errors import (
     CallDeadlineError,
     WorkerCallError,
+    WorkerFaultError,
     WorkerUnavailableError,
     error_of_code,
     worker_errors,
@@ -142,16 +143,19 @@ class AsyncStepStream:
     def __init__(self, call: "grpc.aio.StreamStreamCall[bytes, pb.ExecuteStepsResponse]") -> None:
         self._call = call
         self._error: WorkerCallError | None = None
+        self._has_broken = False
 
     async def send(self, request: pb.ExecuteStepRequest, timeout: float | None = None) -> None:
         """Sends a step; waits while the worker takes no more. On a stream that is over nothing happens; `receive` says why.
 
         After `timeout` seconds the stream is over.
         """
-        # A call that has ended refuses to write with InvalidStateError, one that ends meanwhile raises its status.
-        with suppress(asyncio.InvalidStateError, grpc.RpcError, TimeoutError):
+        try:
             async with asyncio.timeout(timeout):
                 await self._call.write(request.SerializeToString())
+        except (asyncio.InvalidStateError, grpc.RpcError, TimeoutError):
+            # A call that has ended refuses to write with InvalidStateError, one that ends meanwhile raises its status.
+            self._has_broken = True
 
     async def receive(self, timeout: float | None = None) -> StreamAnswer:
         """Returns the next answer; see `StepStream.receive`."""
@@ -173,6 +177,11 @@ class AsyncStepStream:
                     response = await self._call.read()
         except TimeoutError:
             raise _late(timeout) from None
+        except WorkerFaultError as error:
+            if self._has_broken:  # To gRPC, a connection that breaks under a request is a fault of its own.
+                text = f"the connection broke while a step was sent ({error.message})"
+                raise WorkerUnavailableError(grpc.StatusCode.UNAVAILABLE, text) from error
+            raise
         if isinstance(response, pb.ExecuteStepsResponse):
             return response
         raise _ended()
