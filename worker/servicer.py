@@ -81,7 +81,7 @@ class ModelWorkerServicer(model_worker_pb2_grpc.ModelWorkerServicer):
     def ReleaseSequences(self, request: pb.ReleaseSequencesRequest, context: _Context) -> NoReturn:  # noqa: N802
         """Is not built."""
         raise NotBuiltError(
-            "ReleaseSequences is not implemented by this worker: it keeps no token feedback, so there is nothing to release"
+            "ReleaseSequences is not implemented by this worker: name the sequences in finished_sequence_ids of the next step"
         )
 
     def ExportKvBlocks(self, request: pb.ExportKvBlocksRequest, context: _Context) -> NoReturn:  # noqa: N802
