@@ -157,8 +157,15 @@ def test_a_real_token_goes_on_where_it_is_the_sampled_one_and_else_starts_anew()
     rows = [Row(sequence_id=number, context_len=5, token_ids=(50,), sampled=(70,)) for number in (7, 8)]
     world.run(*rows)
     assert (world.tokens(7), world.tokens(8)) == (([50, 70], 6), ([70], 6))
-    world.run(prompt(7, sampled=80, length=7))
+    world.run(Row(sequence_id=7, context_len=0, token_ids=(9, 9, 9, 9, 9, 50, 70), sampled=(80,)))
     assert world.tokens(7) == ([80], 7)
+
+
+def test_a_new_sequence_in_the_place_of_a_finished_one_has_none_of_its_tokens() -> None:
+    world = World()
+    world.run(prompt(7, sampled=50))
+    world.run(Row(sequence_id=8, context_len=5, token_ids=(50,), sampled=(51,)), finished=[7])
+    assert world.tokens(8) == ([51], 6)
 
 
 @pytest.mark.parametrize(("context_len", "found"), [(4, "position 5"), (6, "position 5"), (0, "position 5")])
@@ -262,6 +269,15 @@ def test_an_entry_is_dropped_when_no_step_has_named_it_for_long_enough() -> None
     world.clock.now = 2 * IDLE_SECONDS - 1
     assert "no token is kept" in str(world.refusal(feedback(7, 6, 1)))
     assert world.tokens(9) == ([70], 5)
+
+
+def test_a_row_of_which_nothing_is_kept_keeps_no_other_entry_alive() -> None:
+    world = World()
+    world.run(*(prompt(number, sampled=50) for number in range(MAX_SEQUENCES)))
+    world.clock.now = IDLE_SECONDS - 1
+    world.run(Row(sequence_id=99, context_len=0, token_ids=(1,), samples=False))
+    world.clock.now = IDLE_SECONDS
+    assert world.table.release(np.arange(MAX_SEQUENCES, dtype=np.uint64)) == 0
 
 
 def test_unsequenced_steps_leave_the_table_alone() -> None:
