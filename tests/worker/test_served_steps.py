@@ -19,8 +19,7 @@ from modelworker.worker.client import (
     StepSampling,
     build_step,
 )
-from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler import Request, RequestError, Sampling
+from modelworker.worker.scheduler import Request, RequestError, Sampling, Scheduler
 from modelworker_testing.checkpoints import save_table_model
 from modelworker_testing.worker_process import WorkerProcess, worker_process
 
