@@ -25,7 +25,16 @@ from modelworker.worker.client.errors import (
     WorkerUnavailableError,
 )
 from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
-from modelworker.worker.client.step import RowError, StepAnswer, StepLogprobs, StepSampling, build_step, decode_answer
+from modelworker.worker.client.step import (
+    RowError,
+    StepAnswer,
+    StepLogprobs,
+    StepPromptLogprobs,
+    StepSampling,
+    build_step,
+    decode_answer,
+)
+from modelworker.worker.client.step_tokens import StepTokens
 
 __all__ = [
     "AsyncClient",
@@ -44,7 +53,9 @@ __all__ = [
     "StepLogprobs",
     "StepOutOfOrderError",
     "StepPendingError",
+    "StepPromptLogprobs",
     "StepSampling",
+    "StepTokens",
     "WorkerBusyError",
     "WorkerCallError",
     "WorkerFaultError",

@@ -26,6 +26,7 @@ class StepFields:
     block_counts: Int32Array
     block_ids: Int32Array
     sample: BoolArray
+    draft_lens: Int32Array
 
     @classmethod
     def of(cls, request: pb.ExecuteStepRequest) -> "StepFields":
@@ -38,6 +39,7 @@ class StepFields:
             block_counts=np.array(request.block_counts, dtype=np.int32),
             block_ids=np.array(request.block_ids, dtype=np.int32),
             sample=np.array(request.sample, dtype=np.bool_),
+            draft_lens=np.array(request.draft_lens, dtype=np.int32),
         )
 
     @property
@@ -156,6 +158,31 @@ def check_sample(fields: StepFields, description: WorkerDescription, violations:
     check_optional_length("sample", fields.sample, fields.num_sequences, violations)
 
 
+def check_drafts(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """Rows with drafts sample, and have one token beside them."""
+    draft_lens = fields.draft_lens
+    if not check_optional_length("draft_lens", draft_lens, fields.num_sequences, violations):
+        return
+    _check_minimum("draft_lens", draft_lens, 0, violations)
+    drafted = draft_lens > 0
+    wrong = drafted & (fields.query_lens != draft_lens.astype(np.int64) + 1)
+    if wrong.any():
+        violations.add_entries(
+            "draft_lens",
+            np.flatnonzero(wrong),
+            lambda row: (
+                f"row {row}: found {draft_lens[row]} drafts in {fields.query_lens[row]} tokens, "
+                f"expected 0 drafts or {int(draft_lens[row]) + 1} tokens"
+            ),
+        )
+    if len(fields.sample) == fields.num_sequences and (unsampled := drafted & ~fields.sample).any():
+        violations.add_entries(
+            "draft_lens",
+            np.flatnonzero(unsampled),
+            lambda row: f"row {row}: found {draft_lens[row]} drafts, expected 0, because sample of the row is false",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     check_identity,
     check_rows,
@@ -163,6 +190,7 @@ CHECKS: tuple[Check, ...] = (
     check_block_tables,
     check_writes,
     check_sample,
+    check_drafts,
 )
 
 

@@ -9,6 +9,7 @@ from modelworker.worker.trace_context import trace_id_of
 from modelworker.worker.wire.checks import CHECKS, StepFields
 from modelworker.worker.wire.content import MessageSchema, digest_without, refuse_unknown_fields
 from modelworker.worker.wire.info import graph_mode_name
+from modelworker.worker.wire.prompt_logprobs import encode_prompt_logprobs, parse_prompt_logprobs
 from modelworker.worker.wire.sampling import parse_sampling
 from modelworker.worker.wire.sizes import refuse_long_arrays
 from modelworker.worker.wire.unbuilt import refuse_unbuilt_fields
@@ -55,7 +56,8 @@ def parse_step(
     fields = StepFields.of(request)
     for check in CHECKS:
         check(fields, description, violations)
-    sampling = parse_sampling(request, fields.num_sequences, description.model.vocab_size, violations)
+    sampling = parse_sampling(fields, description, violations)
+    prompt_logprobs = parse_prompt_logprobs(fields, description, violations)
     violations.raise_if_any()
     return StepBatch(
         step_id=request.step_id,
@@ -69,10 +71,12 @@ def parse_step(
         query_lens=fields.query_lens,
         context_lens=fields.context_lens,
         token_ids=fields.token_ids,
+        draft_lens=fields.draft_lens if len(fields.draft_lens) else np.zeros(fields.num_sequences, np.int32),
         block_counts=fields.block_counts,
         block_ids=fields.block_ids,
         sample=fields.sample if len(fields.sample) else np.ones(fields.num_sequences, np.bool_),
         sampling=sampling,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -84,7 +88,7 @@ def _check_before_copying(request: pb.ExecuteStepRequest, description: WorkerDes
     """
     refuse_long_arrays(request, description, violations)
     is_too_long = not violations.is_empty
-    refuse_unbuilt_fields(request, len(request.query_lens), violations)
+    refuse_unbuilt_fields(request, violations)
     if is_too_long:
         violations.raise_if_any()
 
@@ -125,6 +129,7 @@ def encode_result(batch: StepBatch, result: StepResult, worker_epoch: int) -> pb
         sampled_counts=result.sampled_counts.tolist(),
         sampled_ids=result.sampled_ids.tolist(),
         logprobs=None if result.logprobs is None else _encode_logprobs(result.logprobs),
+        prompt_logprobs=None if result.prompt_logprobs is None else encode_prompt_logprobs(result.prompt_logprobs),
         sequence_errors=[
             pb.SequenceError(index=failure.index, code=failure.code.name, message=failure.message)
             for failure in result.sequence_errors

@@ -170,6 +170,7 @@ def step_of(
         query_lens=np.array([len(tokens)], np.int32),
         context_lens=np.array([context], np.int32),
         token_ids=np.array(tokens, np.int32),
+        draft_lens=np.zeros(1, np.int32),
         block_counts=np.array([len(blocks)], np.int32),
         block_ids=np.array(blocks, np.int32),
         sample=np.ones(1, np.bool_),
