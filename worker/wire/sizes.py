@@ -34,8 +34,8 @@ _ENTRY_BYTES = {
 }
 # Lists of tokens may be this long on average; a longer one is shorter as a grammar mask.
 _MAX_LISTED_TOKENS = 4096
-# How many fields of a message are looked at to say which of them make it large: 10 ms.
-_MAX_RECORDS = 2**14
+# How many fields of a message are looked at to say which of them make it large: 3 ms.
+_MAX_RECORDS = 2**12
 
 
 def _arrays_of(message: Message, prefix: str = "") -> Iterator[tuple[str, Any]]:
