@@ -5,6 +5,7 @@ import struct
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from modelworker.proto import model_worker_pb2 as pb

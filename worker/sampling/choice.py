@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.ops.linear import best_of
 from modelworker.worker.batch import BoolArray, IndexArray, Int32Array, SamplingBatch, UInt64Array
 from modelworker.worker.random_numbers import uniforms
 from modelworker.worker.sampling.edits import edit_logits, edited_positions
 from modelworker.worker.sampling.filters import Filters, draw
 from modelworker.worker.sampling.history import TokenStreams
+from modelworker.worker.sampling.largest import best_of_rows
 from modelworker.worker.sampling.logprobs import Distributions, Listing, list_logprobs
 from modelworker.worker.sampling.positions import SampledPositions
 from modelworker.worker.sampling.tensors import rows_of, to_device
@@ -76,7 +76,7 @@ def choose(
         seeds: [num_sequences], one for every row, also for those whose seed the router left open.
         streams: tokens of rows with penalties.
     """
-    best, highest, is_finite = best_of(logits)
+    best, highest, is_finite = best_of_rows(logits)
     finite = is_finite.numpy(force=True)
     edited = np.flatnonzero(edited_positions(sampling, positions) & finite)
     num_logprobs, processed = sampling.num_logprobs[positions.rows], sampling.processed_logprobs[positions.rows]
@@ -86,7 +86,7 @@ def choose(
     if edited.size:
         edit_logits(logits, sampling, positions, streams)
         places = to_device(edited, logits.device)
-        highest[places], best[places] = rows_of(logits, places).max(-1)
+        best[places], highest[places], _ = best_of_rows(rows_of(logits, places))
         allowed[edited] = (highest[places] > -torch.inf).numpy(force=True)
 
     usable = finite & allowed

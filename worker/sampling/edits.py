@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import BoolArray, GrammarMasks, IndexArray, Int32Array, SamplingBatch, TokenLists
+from modelworker.worker.batch import BoolArray, Float32Array, GrammarMasks, IndexArray, SamplingBatch, TokenLists
 from modelworker.worker.sampling.history import TokenStreams
 from modelworker.worker.sampling.positions import SampledPositions
 from modelworker.worker.sampling.ragged import ranges, starts_of
@@ -89,27 +89,26 @@ def _penalize(logits: Tensor, sampling: SamplingBatch, positions: SampledPositio
 
 def _keep_allowed(logits: Tensor, allowed: TokenLists, positions: SampledPositions) -> None:
     restricted = np.flatnonzero(allowed.counts[positions.rows] > 0)
-    if restricted.size == 0:
-        return
     owners, entries = _entries_at(allowed, positions.rows[restricted])
-    forbidden = torch.ones(len(restricted), logits.shape[1], dtype=torch.bool, device=logits.device)
-    forbidden.view(-1)[to_device(owners * logits.shape[1] + allowed.token_ids[entries], logits.device)] = False
-    _forbid(logits, restricted, forbidden)
+    places = to_device(restricted[owners] * logits.shape[1] + allowed.token_ids[entries], logits.device)
+    flat = logits.view(-1)
+    kept = flat[places]
+    logits.index_fill_(0, to_device(restricted, logits.device), _NEVER)
+    flat[places] = kept
 
 
 def _keep_grammatical(logits: Tensor, grammar: GrammarMasks, positions: SampledPositions) -> None:
     masked = np.flatnonzero(np.isin(positions.rows, grammar.rows))
-    if masked.size == 0:
-        return
     masks = np.searchsorted(grammar.rows, positions.rows[masked]) + positions.offsets[masked]
-    bits = np.unpackbits(grammar.bits[masks], axis=1, count=logits.shape[1], bitorder="little")
-    _forbid(logits, masked, to_device(bits, logits.device) == 0)
-
-
-def _forbid(logits: Tensor, positions: IndexArray | Int32Array, forbidden: Tensor) -> None:
-    """Sets logits to -inf: of `positions`, where `forbidden` [number of positions, vocab_size]."""
-    if len(positions) == len(logits):
-        logits.masked_fill_(forbidden, _NEVER)
+    # 0 or -inf for the eight tokens of each byte: 2.8 ms for 64 masks of 49,152, to which a boolean mask's use alone takes 10.
+    addends = np.take(_addends_of_bytes(), grammar.bits[masks], axis=0).reshape(len(masked), -1)[:, : logits.shape[1]]
+    if len(masked) == len(logits):
+        logits.add_(to_device(addends, logits.device))
     else:
-        places = to_device(positions, logits.device)
-        logits[places] = logits[places].masked_fill_(forbidden, _NEVER)
+        logits.index_add_(0, to_device(masked, logits.device), to_device(addends, logits.device))
+
+
+def _addends_of_bytes() -> Float32Array:
+    """[256, 8]: what the bits of each byte add to the logits of their tokens, the lowest bit first."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(bits, np.float32(0), np.float32(_NEVER))

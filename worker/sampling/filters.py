@@ -15,7 +15,7 @@ from modelworker.worker.batch import BoolArray, Float32Array, IndexArray, Int32A
 from modelworker.worker.sampling.largest import largest
 from modelworker.worker.sampling.tensors import column, rows_of, to_device
 
-_WIDTHS = (256, 4096)
+_WIDTHS = (256, 1024, 4096)
 # An unfiltered row is summed up in blocks; a draw then looks into one of them.
 _BLOCK = 128
 

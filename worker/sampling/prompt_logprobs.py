@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.ops.linear import best_of
 from modelworker.worker.batch import BoolArray, IndexArray, Int32Array, PromptLogprobs, StepBatch
 from modelworker.worker.models.causal_lm import CausalLM
+from modelworker.worker.sampling.largest import best_of_rows
 from modelworker.worker.sampling.logprobs import Distributions, Listing, list_logprobs
 from modelworker.worker.sampling.ragged import ranges
 from modelworker.worker.sampling.tensors import to_device
@@ -56,7 +56,7 @@ def score_prompts(batch: StepBatch, hidden: Tensor, model: CausalLM, *, part: in
     for start in range(0, len(rows), part):
         places = np.arange(start, min(start + part, len(rows)))
         logits = model.compute_logits(hidden[to_device(tokens[places], hidden.device)])
-        best, highest, is_finite = best_of(logits)
+        best, highest, is_finite = best_of_rows(logits)
         listing.put(
             places,
             list_logprobs(
