@@ -32,10 +32,12 @@ from modelworker.worker.client.step import (
     RowError,
     StepAnswer,
     StepLogprobs,
+    StepPromptLogprobs,
     StepSampling,
     build_step,
     decode_answer,
 )
+from modelworker.worker.client.step_tokens import StepTokens
 from modelworker.worker.client.stream import AsyncStepStream, StepStream, StreamAnswer
 from modelworker.worker.client.stream_session import AsyncStreamSession, StreamSession
 
@@ -60,8 +62,10 @@ __all__ = [
     "StepLogprobs",
     "StepOutOfOrderError",
     "StepPendingError",
+    "StepPromptLogprobs",
     "StepSampling",
     "StepStream",
+    "StepTokens",
     "StreamAnswer",
     "StreamSession",
     "WorkerBusyError",

@@ -55,8 +55,8 @@ class Sampling:
 
     def check_capabilities(self, capabilities: Collection[str]) -> None:
         """Raises RequestError where the worker does not implement what is asked for: it would refuse the whole step."""
-        if self.num_logprobs > 0 and "sampling.num_logprobs" not in capabilities:
-            raise RequestError(f"num_logprobs: found {self.num_logprobs}, but this worker only has that of the sampled token (0)")
+        if self.num_logprobs >= 0 and "sampling.num_logprobs" not in capabilities:
+            raise RequestError(f"num_logprobs: found {self.num_logprobs}, but this worker does not implement it")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,11 +21,22 @@ FIELD_CAPABILITIES: tuple[str, ...] = (
     "sampling.min_p",
     "sampling.seed",
     "sampling.has_seed",
-    "sampling.num_logprobs=0",  # the chosen token's logprob; without "=0": also those of the most probable tokens
+    "sampling.presence",
+    "sampling.frequency",
+    "sampling.repetition",
+    "sampling.num_logprobs",
     "sampling.logprobs_mode",
     "zero_block_ids",
     "block_copies",
     "finished_sequence_ids",
+    "draft_lens",
+    "history",
+    "logit_bias",
+    "allowed_ids",
+    "banned_ids",
+    "grammar",
+    "prompt_logprobs",
+    "next_prompt_ids",
 )
 
 CAPABILITIES: tuple[str, ...] = RPC_CAPABILITIES + FIELD_CAPABILITIES

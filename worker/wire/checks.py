@@ -166,6 +166,31 @@ def check_sample(fields: StepFields, description: WorkerDescription, violations:
     check_optional_length("sample", fields.sample, fields.num_sequences, violations)
 
 
+def check_drafts(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """Rows with drafts sample, and have one token beside them."""
+    draft_lens = fields.draft_lens
+    if not check_optional_length("draft_lens", draft_lens, fields.num_sequences, violations):
+        return
+    _check_minimum("draft_lens", draft_lens, 0, violations)
+    drafted = draft_lens > 0
+    wrong = drafted & (fields.query_lens != draft_lens.astype(np.int64) + 1)
+    if wrong.any():
+        violations.add_entries(
+            "draft_lens",
+            np.flatnonzero(wrong),
+            lambda row: (
+                f"row {row}: found {draft_lens[row]} drafts in {fields.query_lens[row]} tokens, "
+                f"expected 0 drafts or {int(draft_lens[row]) + 1} tokens"
+            ),
+        )
+    if len(fields.sample) == fields.num_sequences and (unsampled := drafted & ~fields.sample).any():
+        violations.add_entries(
+            "draft_lens",
+            np.flatnonzero(unsampled),
+            lambda row: f"row {row}: found {draft_lens[row]} drafts, expected 0, because sample of the row is false",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     check_identity,
     check_rows,
@@ -173,6 +198,7 @@ CHECKS: tuple[Check, ...] = (
     check_block_tables,
     check_writes,
     check_sample,
+    check_drafts,
 )
 
 

@@ -13,6 +13,7 @@ from modelworker.worker.wire.content import MessageSchema, digest_without, refus
 from modelworker.worker.wire.feedback import check_feedback_tokens, check_sequence_ids
 from modelworker.worker.wire.info import graph_mode_name
 from modelworker.worker.wire.maintenance import check_maintenance
+from modelworker.worker.wire.prompt_logprobs import encode_prompt_logprobs, parse_prompt_logprobs
 from modelworker.worker.wire.sampling import parse_sampling
 from modelworker.worker.wire.sizes import refuse_long_arrays
 from modelworker.worker.wire.unbuilt import refuse_unbuilt_fields
@@ -61,7 +62,8 @@ def parse_step(
     fields = StepFields.of(request)
     for check in _CHECKS:
         check(fields, description, violations)
-    sampling = parse_sampling(request, fields.num_sequences, description.model.vocab_size, violations)
+    sampling = parse_sampling(fields, description, violations)
+    prompt_logprobs = parse_prompt_logprobs(fields, description, violations)
     violations.raise_if_any()
     return StepBatch(
         step_id=request.step_id,
@@ -85,6 +87,7 @@ def parse_step(
         zero_block_ids=fields.zero_block_ids,
         copy_source_ids=fields.copy_source_ids,
         copy_destination_ids=fields.copy_destination_ids,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -96,7 +99,7 @@ def _check_before_copying(request: pb.ExecuteStepRequest, description: WorkerDes
     """
     refuse_long_arrays(request, description, violations)
     is_too_long = not violations.is_empty
-    refuse_unbuilt_fields(request, len(request.query_lens), violations)
+    refuse_unbuilt_fields(request, violations)
     if is_too_long:
         violations.raise_if_any()
 
@@ -146,6 +149,7 @@ def encode_result(step: StepIdentity, result: StepResult, worker_epoch: int) -> 
         sampled_counts=result.sampled_counts.tolist(),
         sampled_ids=result.sampled_ids.tolist(),
         logprobs=None if result.logprobs is None else _encode_logprobs(result.logprobs),
+        prompt_logprobs=None if result.prompt_logprobs is None else encode_prompt_logprobs(result.prompt_logprobs),
         sequence_errors=[
             pb.SequenceError(index=failure.index, code=failure.code.name, message=failure.message)
             for failure in result.sequence_errors
