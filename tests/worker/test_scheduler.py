@@ -164,7 +164,7 @@ class ChainWorker(ModelWorkerServicer):
         info.kv_cache.block_size, info.kv_cache.num_blocks = self.block_size, self.num_blocks
         info.limits.max_sequences, info.limits.max_tokens_per_step = self.max_sequences, self.max_tokens_per_step
         info.limits.max_steps_in_flight = 8
-        info.capabilities.extend(["ExecuteSteps", "sequence_ids", "finished_sequence_ids", "draft_lens", "block_copies"])
+        info.capabilities.extend(["history", "ExecuteSteps", "sequence_ids", "finished_sequence_ids", "draft_lens", "block_copies"])
         return info
 
     def ResetKvCache(  # noqa: N802
@@ -256,6 +256,7 @@ class ChainWorker(ModelWorkerServicer):
                 continue
             new[0] = token_id if new[0] == FEEDBACK else new[0]
             chains = [self.read_context(row, table, context_len)]
+            self.check_history(request, row, table, new)
             for position, token_id in enumerate(new, context_len):
                 chains.append(extend(chains[-1], token_id))
                 self.slots[self.slot(table, position)] = Slot(position, token_id, chains[-1])
@@ -354,6 +355,20 @@ class ChainWorker(ModelWorkerServicer):
             ),
         }
         self.breaches.extend(rule for rule, is_kept in rules.items() if not is_kept)
+
+    def check_history(self, request: pb.ExecuteStepRequest, row: int, table: list[int], new: list[int]) -> None:
+        """Penalties need the sequence's tokens: what is sent has to be right, and what is missing known to the worker."""
+        if not request.HasField("sampling") or request.sampling.presence[row] == 0 or not (request.sample or [True] * 99)[row]:
+            return
+        history = request.history
+        lengths = [prompt + output for prompt, output in zip(history.prompt_lens, history.output_lens, strict=True)]
+        sent = rows(history.token_ids, lengths)[row]
+        context_len = request.context_lens[row]
+        tokens = [self.slots.get(self.slot(table, position), Slot()).token_id for position in range(context_len)] + new
+        if sent != tokens[: len(sent)]:
+            self.breaches.append(f"row {row}: the history is {sent}, the tokens are {tokens}")
+        if len(sent) < context_len and (not request.sequence_ids or context_len - len(sent) > 8):
+            self.breaches.append(f"row {row}: the history ends at {len(sent)}, the context at {context_len}")
 
     def owners_are_clear(self, request: pb.ExecuteStepRequest) -> bool:
         tables = rows(request.block_ids, request.block_counts)
@@ -456,15 +471,16 @@ def drive(
 
 tokens = st.integers(1, POISON - 1)
 requests = st.builds(
-    lambda prompt_ids, max_tokens, seed, ignore_eos: Request(
+    lambda prompt_ids, max_tokens, seed, presence, ignore_eos: Request(
         prompt_ids=tuple(prompt_ids),
         max_tokens=max_tokens,
-        sampling=Sampling() if seed is None else Sampling(temperature=0.7, seed=seed),
+        sampling=Sampling(presence=presence) if seed is None else Sampling(temperature=0.7, seed=seed, presence=presence),
         stop_token_ids=frozenset() if ignore_eos else None,
     ),
     st.lists(st.one_of(tokens, tokens, tokens, tokens, st.integers(1, POISON)), min_size=1, max_size=40),
     st.integers(1, 30),
     st.none() | st.integers(0, 2**64 - 1),
+    st.sampled_from([0.0, 0.0, 1.5]),
     st.booleans(),
 )
 schedulings = st.builds(

@@ -154,6 +154,9 @@ class Batcher:
         residence, request = sequence.residence, sequence.request
         if residence is None or residence.has_drafts_in_flight:
             return False
+        if residence.num_unknown and sequence.lookup is not None and sequence.lookup.propose(1):
+            # The text repeats itself: drafts, which need its last token, gain more than a step that is sent early.
+            return False
         num_output = sequence.num_tokens - len(request.prompt_ids)
         return num_output < request.max_tokens and sequence.num_tokens <= self._max_model_len
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from modelworker.worker.client import BlockCopies, ExecuteStepRequest, StepAnswer, StepSampling, build_step
+from modelworker.worker.client import BlockCopies, ExecuteStepRequest, StepAnswer, StepSampling, StepTokens, build_step
 from modelworker.worker.scheduler.batcher import Batch
 from modelworker.worker.scheduler.sequence import Row
 from modelworker.worker.scheduler.types import Sampling, TokenLogprobs
@@ -29,7 +29,19 @@ def build_request(batch: Batch, *, finished_sequence_ids: Sequence[int], names_s
         draft_lens=[row.num_drafts for row in rows] if any(row.num_drafts for row in rows) else None,
         sequence_ids=[row.residence.sequence_id for row in rows] if names_sequences else None,
         finished_sequence_ids=list(finished_sequence_ids) if names_sequences else None,
+        tokens=_histories(rows),
         block_copies=_block_copies(batch.copies),
+    )
+
+
+def _histories(rows: list[Row]) -> StepTokens | None:
+    """The known tokens of rows whose sampling depends on them; the worker appends those that are known only to it."""
+    if not any(row.samples and row.sequence.request.sampling.has_penalties for row in rows):
+        return None
+    wanted = [row.sequence if row.samples and row.sequence.request.sampling.has_penalties else None for row in rows]
+    return StepTokens(
+        prompt_ids=[() if sequence is None else sequence.request.prompt_ids for sequence in wanted],
+        output_ids=[() if sequence is None else sequence.output_ids for sequence in wanted],
     )
 
 
@@ -47,6 +59,9 @@ def _step_sampling(samplings: list[Sampling]) -> StepSampling:
         min_p=[sampling.min_p for sampling in samplings],
         seed=[sampling.seed or 0 for sampling in samplings],
         has_seed=[sampling.seed is not None for sampling in samplings],
+        presence=[sampling.presence for sampling in samplings],
+        frequency=[sampling.frequency for sampling in samplings],
+        repetition=[sampling.repetition for sampling in samplings],
         num_logprobs=[sampling.num_logprobs for sampling in samplings],
     )
 

@@ -37,7 +37,15 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
     num_logprobs: int = -1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far count."""
+        return (self.presence, self.frequency, self.repetition) != (0.0, 0.0, 1.0)
 
     def check(self) -> None:
         """Raises RequestError, naming the parameter, where one is out of range: the worker would refuse the whole step."""
@@ -47,6 +55,9 @@ class Sampling:
             "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
             "min_p": (0.0 <= self.min_p < 1.0, "in [0, 1)"),
             "seed": (self.seed is None or 0 <= self.seed < 2**64, "an unsigned 64-bit integer"),
+            "presence": (-2.0 <= self.presence <= 2.0, "in [-2, 2]"),
+            "frequency": (-2.0 <= self.frequency <= 2.0, "in [-2, 2]"),
+            "repetition": (0.0 < self.repetition < float("inf"), "above 0"),
             "num_logprobs": (-1 <= self.num_logprobs <= 20, "-1 .. 20"),
         }
         for name, (is_right, expected) in checks.items():
@@ -57,6 +68,8 @@ class Sampling:
         """Raises RequestError where the worker does not implement what is asked for: it would refuse the whole step."""
         if self.num_logprobs >= 0 and "sampling.num_logprobs" not in capabilities:
             raise RequestError(f"num_logprobs: found {self.num_logprobs}, but this worker does not implement it")
+        if self.has_penalties and "history" not in capabilities:
+            raise RequestError("presence, frequency, repetition: this worker does not implement penalties")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
