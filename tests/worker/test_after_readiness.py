@@ -64,10 +64,12 @@ def random_step(random: np.random.Generator) -> StepBatch:
             break
         rows.append((query_len, context_len, table))
     batch = make_batch(rows, seed=int(random.integers(1000)))
+    if kind in ("decode", "drafts"):
+        batch = dataclasses.replace(batch, draft_lens=batch.query_lens - 1)
     if random.random() < 0.3:
         sampling = CheckSampling(temperature=float(random.choice([0.0, 0.7])), top_k=int(random.choice([0, 5])), top_p=0.9)
         batch = dataclasses.replace(batch, sampling=sampling_of(sampling, len(rows)))
-    return dataclasses.replace(batch, sample=random.random(len(rows)) < 0.8)
+    return dataclasses.replace(batch, sample=(random.random(len(rows)) < 0.8) | (batch.draft_lens > 0))
 
 
 def sampling_of(sampling: CheckSampling, num_rows: int) -> SamplingBatch | None:
