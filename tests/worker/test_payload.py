@@ -240,7 +240,6 @@ def test_the_limits_of_the_running_worker_count(payload: Payload, address: str) 
         "modelworker: error: the worker would refuse these steps: found 21 sequences, expected at most 20 (max_sequences); "
         "found 420 new tokens (sequences x query length), expected at most 300 (max_tokens_per_step)"
     )
-    assert "the worker does not implement sampling.num_logprobs" in error_of(payload("--address", address, "--logprobs", "5"))
 
 
 @pytest.mark.parametrize(

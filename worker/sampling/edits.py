@@ -101,7 +101,8 @@ def _keep_grammatical(logits: Tensor, grammar: GrammarMasks, positions: SampledP
     masked = np.flatnonzero(np.isin(positions.rows, grammar.rows))
     masks = np.searchsorted(grammar.rows, positions.rows[masked]) + positions.offsets[masked]
     # 0 or -inf for the eight tokens of each byte: 2.8 ms for 64 masks of 49,152, to which a boolean mask's use alone takes 10.
-    addends = np.take(_addends_of_bytes(), grammar.bits[masks], axis=0).reshape(len(masked), -1)[:, : logits.shape[1]]
+    addends = np.take(_addends_of_bytes(), grammar.bits[masks], axis=0)
+    addends = addends.reshape(len(masked), 8 * grammar.bits.shape[1])[:, : logits.shape[1]]
     if len(masked) == len(logits):
         logits.add_(to_device(addends, logits.device))
     else:

@@ -137,16 +137,16 @@ class Sampler:
         positions = plan.positions
         samples = greedy_samples(*scores) if isinstance(scores, GreedyScores) else self._choose(plan, scores)
         verdict = verify(batch, positions, samples.token_ids, samples.succeeded)
-        codes = np.zeros(batch.num_sequences, np.int32)
-        codes[~_finite_rows(batch, positions, hidden)] = SequenceErrorCode.NON_FINITE_HIDDEN_STATE
         prompts = score_prompts(batch, hidden, self._model, part=_ROWS_AT_ONCE)
+        codes = np.zeros(batch.num_sequences, np.int32)
+        codes[positions.rows[verdict.failed]] = SequenceErrorCode.NO_ALLOWED_TOKEN
+        # A row of which anything is not finite has no other fault worth telling.
+        finite = _finite_rows(batch, positions, hidden)
+        finite[positions.rows[verdict.failed]] &= samples.finite[verdict.failed]
         if prompts is not None:
-            codes[~prompts.finite] = SequenceErrorCode.NON_FINITE_LOGITS
-        codes[batch.sample & (codes > 0)] = SequenceErrorCode.NON_FINITE_LOGITS
-        failed = verdict.failed
-        codes[positions.rows[failed]] = np.where(
-            samples.finite[failed], SequenceErrorCode.NO_ALLOWED_TOKEN, SequenceErrorCode.NON_FINITE_LOGITS
-        )
+            finite &= prompts.finite
+        codes[~finite & batch.sample] = SequenceErrorCode.NON_FINITE_LOGITS
+        codes[~finite & ~batch.sample] = SequenceErrorCode.NON_FINITE_HIDDEN_STATE
         codes[plan.failed_sources] = SequenceErrorCode.FEEDBACK_SOURCE_FAILED
         succeeded = codes == 0
         standing = verdict.positions[succeeded[positions.rows[verdict.positions]]]
