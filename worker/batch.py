@@ -80,6 +80,7 @@ class StepBatch:
         block_ids: [sum of block_counts], 1 .. num_blocks - 1.
         sample: [num_sequences].
         sampling: None when every row is greedy and none wants logprobs.
+        request: the bytes of the request, where steps are recorded; else empty.
     """
 
     step_id: int
@@ -97,6 +98,7 @@ class StepBatch:
     block_ids: Int32Array
     sample: BoolArray
     sampling: SamplingBatch | None
+    request: bytes = b""
 
     @property
     def is_sequenced(self) -> bool:

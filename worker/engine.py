@@ -95,6 +95,10 @@ class Engine:
         """Fills the KV cache with zeros."""
         self.kv_cache.zero()
 
+    def seed_open_rows(self, number: int) -> None:
+        """Makes the seeds of rows without one, of the steps that follow, a function of a number (of 64 bits)."""
+        self._open_seeds = np.random.default_rng(number)
+
     def _seeds(self, parameters: SamplingBatch) -> UInt64Array:
         open_seeds = self._open_seeds.integers(0, 2**64, size=len(parameters.seed), dtype=np.uint64)
         return np.where(parameters.has_seed, parameters.seed, open_seeds)

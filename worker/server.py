@@ -145,7 +145,12 @@ class WorkerServer:
     async def _listen(self) -> grpc.aio.Server:
         """Opens the port with all services on it; everything but health answers UNAVAILABLE until the engine is built."""
         settings = self._settings.server
-        servicer = ModelWorkerServicer(executor=self.executor, stage=self._stage, counters=self.counters)
+        servicer = ModelWorkerServicer(
+            executor=self.executor,
+            stage=self._stage,
+            counters=self.counters,
+            keeps_requests=bool(self._settings.recording.record_steps),
+        )
         interceptor = StatusInterceptor(
             self.counters, check_size=servicer.check_size, max_held_bytes=_MAX_HELD_MESSAGES * settings.max_message_size
         )

@@ -30,10 +30,18 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ModelWorkerServicer(model_worker_pb2_grpc.ModelWorkerServicer):
-    """Translates between messages and the executor. Runs on the event loop and never computes."""
+    """Translates between messages and the executor. Runs on the event loop and never computes.
 
-    def __init__(self, *, executor: Executor, stage: StageTracker, counters: Counters) -> None:
+    Args:
+        executor: of the steps.
+        stage: what the worker is doing while it starts.
+        counters: for WorkerInfo.
+        keeps_requests: steps have their requests' bytes with them, to be recorded.
+    """
+
+    def __init__(self, *, executor: Executor, stage: StageTracker, counters: Counters, keeps_requests: bool = False) -> None:
         self._executor = executor
+        self._keeps_requests = keeps_requests
         self._stage = stage
         self._counters = counters
         self._max_step_bytes: int | None = None
@@ -61,7 +69,14 @@ class ModelWorkerServicer(model_worker_pb2_grpc.ModelWorkerServicer):
         """Executes one step."""
         call: CallContext = context
         deadline_ns = _deadline_ns(call)
-        batch = parse_step(request, self._description(), arrival_ns=call.arrival_ns, deadline_ns=deadline_ns, raw=call.raw)
+        batch = parse_step(
+            request,
+            self._description(),
+            arrival_ns=call.arrival_ns,
+            deadline_ns=deadline_ns,
+            raw=call.raw,
+            keeps_request=self._keeps_requests,
+        )
         del request  # The batch is all that a queued step needs.
         answer = await self._executor.submit(batch)
         return encode_result(batch, answer.result, answer.worker_epoch)

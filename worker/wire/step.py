@@ -33,6 +33,7 @@ def parse_step(
     arrival_ns: int,
     deadline_ns: int | None,
     raw: bytes | None = None,
+    keeps_request: bool = False,
 ) -> StepBatch:
     """Hot path: makes a checked batch of a request, which may contain anything.
 
@@ -42,6 +43,7 @@ def parse_step(
         arrival_ns: `time.monotonic_ns()` of the request's arrival.
         deadline_ns: `time.monotonic_ns()` of the RPC's deadline, or None.
         raw: the bytes that the request was parsed from; None: they are gone.
+        keeps_request: the batch has the request's bytes in it, to be recorded.
 
     Returns:
         A batch of which everything that wire and engine rely on is true.
@@ -73,6 +75,7 @@ def parse_step(
         block_ids=fields.block_ids,
         sample=fields.sample if len(fields.sample) else np.ones(fields.num_sequences, np.bool_),
         sampling=sampling,
+        request=(raw or request.SerializeToString()) if keeps_request else b"",
     )
 
 
