@@ -46,8 +46,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
         "replay",
         help="execute recorded steps again and compare their tokens",
         description="Executes steps that `serve --record-steps` wrote, in a fresh engine with the recorded settings, and reports "
-        "the first token that comes out otherwise. Settings that are given here replace recorded ones: --enforce-eager shows whether "
-        "compiled code or graphs make the difference. Exit code 0: all tokens are equal; 1: one is not, or there were none.",
+        "the first token that comes out otherwise. Settings that are given here replace recorded ones: --enforce-eager shows "
+        "whether compiled code or graphs make the difference. Exit code 0: all tokens are equal; 1: one is not, or there are none.",
     )
     parser.add_argument("recording", type=Path, metavar="DIR|FILE", help="what was recorded: a folder, or one of its files")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
