@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Executes and prints. Returns 0 if all came out as recorded."""
     files = find_recordings(arguments.recording)
     given = {name: value for name, value in vars(arguments).items() if name not in ("recording", "json", "run", "parser")}
-    settings = with_overrides(_common_settings(files), given)
+    recorded = _common_settings(files)
+    settings = with_overrides(recorded, given)
     check_model_path(settings.model.model)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_same_model(engine, files)
     with progress.stage("replaying", unit="steps") as advance:
         report = replay_files(engine, files, advance=advance)
-    report.notes += _other_facts(engine, files[0], given)
+    changed = [name for name, value in given.items() if with_overrides(recorded, {name: value}) != recorded]
+    report.notes += _other_facts(engine, files[0], changed)
     print(json.dumps(_as_record(report)) if arguments.json else format_report(report))
     return _EXIT_OK if report.is_equal and report.num_steps else _EXIT_DIFFERS
 
@@ -127,7 +129,7 @@ def _common_settings(files: Sequence[RecordingFile]) -> WorkerSettings:
     return settings_from_record(WorkerSettings, files[0].header.settings)
 
 
-def _other_facts(engine: Engine, file: RecordingFile, given: dict[str, Any]) -> list[str]:
+def _other_facts(engine: Engine, file: RecordingFile, changed: Sequence[str]) -> list[str]:
     """Says what is not as it was when the steps were recorded."""
     now = facts_of(engine.description)
     notes = [
@@ -135,8 +137,8 @@ def _other_facts(engine: Engine, file: RecordingFile, given: dict[str, Any]) -> 
         for name in _COMPARED
         if file.header.worker.get(name) != now[name]
     ]
-    changed = [f"--{name.replace('_', '-')}" for name in sorted(given)]
-    return [f"replayed with {', '.join(changed)}", *notes] if changed else notes
+    flags = [f"--{name.replace('_', '-')}" for name in changed]
+    return [f"replayed with {', '.join(flags)}", *notes] if flags else notes
 
 
 def _as_record(report: ReplayReport) -> dict[str, Any]:
