@@ -81,8 +81,8 @@ def run_cases(
         the results, case by case.
     """
     for case in cases:
-        batch = _make_batch(case, engine.description)
-        ways = dict(_ways(engine, batch))
+        batch = make_batch(case, engine.description)
+        ways = dict(ways_to_run(engine, batch))
         for way, _ in itertools.product(ways.values(), range(_WARM_UP_STEPS)):
             engine.step_as(batch, way)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -123,7 +123,8 @@ def _rounded(value: object) -> object:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _ways(engine: Engine, batch: StepBatch) -> Iterator[tuple[str, Way]]:
+def ways_to_run(engine: Engine, batch: StepBatch) -> Iterator[tuple[str, Way]]:
+    """Yields the ways that there are to run a step, by name."""
     none = Choice(None, Reason.NONE)
     yield "eager", Way(none, is_plain=True)
     if engine.description.execution.optimization_level > 0:
@@ -160,7 +161,7 @@ def _result(case: str, way: str, measured: list[tuple[float, float]], floor_ms: 
     )
 
 
-def _make_batch(case: StepCase, description: WorkerDescription) -> StepBatch:
+def make_batch(case: StepCase, description: WorkerDescription) -> StepBatch:
     """Makes a greedy step of random tokens. Sequences have blocks of their own as far as there are enough; then they share."""
     block_size, usable = description.kv_cache.block_size, description.kv_cache.num_blocks - 1
     width = -(-(case.context_len + case.query_len) // block_size)

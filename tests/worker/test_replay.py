@@ -311,9 +311,9 @@ def test_what_a_real_worker_served_is_replayed_equal(
         session.release()
         for request in steps_of_two_sequences(0.0):
             client.execute(request)
-        assert client.info().counters["steps_recorded_total"] > 2 * NUM_STEPS
+        assert client.info().counters["steps_recorded_total"] > NUM_STEPS
+        assert "prompts and tokens are in it" in worker.log()
         assert "steps_recorded" in [degradation.reason for degradation in client.info().degradations]
-    assert "prompts and tokens are in it" in worker.log()
     assert len(list(folder.iterdir())) == 2
     assert command(folder, "--enforce-eager", "--json") == 0
     report = json.loads(capsys.readouterr().out)
