@@ -79,9 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_record(profile, case, engine)))
     else:
-        print(
-            f"{case}, {engine.description.model.name} in {engine.description.model.dtype}\n{format_profile(profile, limits, arguments.rows)}"
-        )
+        print(f"{case}, {engine.description.model.name} in {engine.description.model.dtype}")
+        print(format_profile(profile, limits, arguments.rows))
         print(f"trace: {arguments.output} (chrome://tracing, https://ui.perfetto.dev)")
     return 0
 

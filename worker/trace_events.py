@@ -12,6 +12,8 @@ REPLAY = "replay"
 RECORDED = "recorded op"
 
 _DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+# Times count from long ago: what begins when another event ends may seem to begin before that.
+_ROUNDING_US = 0.005
 _HOST_CATEGORIES = frozenset({"cpu_op", "user_annotation", RECORDED})
 
 Event = Mapping[str, Any]
@@ -55,7 +57,7 @@ def host_spans(events: Iterable[Event]) -> Iterator[Span]:
         return _span(event, max(event["dur"] - called_us, 0.0)) if is_inside else None
 
     for event in ordered:
-        while open_events and event["ts"] >= _end_us(open_events[-1][0]):
+        while open_events and event["ts"] >= _end_us(open_events[-1][0]) - _ROUNDING_US:
             if span := close():
                 yield span
         if open_events:

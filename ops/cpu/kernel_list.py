@@ -100,7 +100,7 @@ class KernelList:
         """Runs the list kernel by kernel, which takes longer than `replay`, and returns when each ran."""
         times = (ctypes.c_int64 * (len(self) + 1))()
         self._functions.modelworker_list_replay_timed(self._open_list(), times)
-        return TimedRun(self.calls, times)
+        return TimedRun(self.calls, list(times))
 
     def close(self) -> None:
         """Frees the list."""
