@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
     engine = build_engine(find_model(settings, progress), progress, Counters())
     check_same_model(engine, files)
-    with progress.stage("replaying", unit="steps") as advance:
+    with progress.stage("replaying", total=sum(file.count_records() for file in files), unit="steps") as advance:
         report = replay_files(engine, files, advance=advance)
     changed = [name for name, value in given.items() if with_overrides(recorded, {name: value}) != recorded]
     report.notes += _other_facts(engine, files[0], changed)

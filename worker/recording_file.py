@@ -134,6 +134,16 @@ class RecordingFile:
             while (record := self._read_record(file)) is not None:
                 yield record
 
+    def count_records(self) -> int:
+        """Returns how many whole records there are, without reading what is in them."""
+        count, size = 0, self.path.stat().st_size
+        with self.path.open("rb") as file:
+            file.seek(self._records_start)
+            while len(fixed := file.read(_FIXED.size)) == _FIXED.size:
+                _, _, request_bytes, answer_bytes, _ = _FIXED.unpack(fixed)
+                count += file.seek(request_bytes + answer_bytes, os.SEEK_CUR) <= size
+        return count
+
     def _read_record(self, file: BinaryIO) -> Record | None:
         at = file.tell()
         fixed = file.read(_FIXED.size)

@@ -289,6 +289,7 @@ def test_a_file_cut_off_anywhere_gives_the_whole_records_before_the_cut(
         assert file.header == HEADER
         assert list(file.records()) == written[: int((ends[1:] <= cut).sum())]
         assert file.is_cut_off == (cut not in ends)
+        assert file.count_records() == len(list(file.records()))
 
 
 @given(written=st.lists(records, min_size=1, max_size=3), data=st.data())

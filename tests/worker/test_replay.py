@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from modelworker.graphs.cpu_backend import CpuReplay
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.cli import main
 from modelworker.worker.client import Client
@@ -48,20 +50,26 @@ def full_settings(model: Path) -> WorkerSettings:
     return replace(tiny_settings(model), execution=ExecutionSettings(optimization_level=2, decode_query_lens=(1, 2)))
 
 
-def record(model: Path, folder: Path, requests: Callable[[], Iterator[pb.ExecuteStepRequest | None]]) -> None:
-    """Executes requests in an engine with graphs, recorded. None begins an epoch."""
+def record(
+    model: Path,
+    folder: Path,
+    requests: Callable[[], Iterator[pb.ExecuteStepRequest | None]],
+    around_step: Callable[[Engine, int], AbstractContextManager[object]] = lambda engine, step: nullcontext(),
+) -> None:
+    """Executes requests in an engine with graphs, recorded. None begins an epoch. `around_step` is entered before each step."""
     prepare_folder(folder)
     with engine_of(model, full_settings) as engine:
         settings = replace(full_settings(model), recording=RecordingSettings(record_steps=str(folder)))
         recorder = StepRecorder(settings, engine.description, Counters())
         recorded = RecordingEngine(engine, recorder, str(folder))
         modes = set()
-        for request in requests():
+        for step, request in enumerate(requests()):
             if request is None:
                 recorded.reset_kv_cache()
                 continue
             batch = parse_step(request, engine.description, arrival_ns=0, deadline_ns=None, keeps_request=True)
-            modes.add(recorded.step(batch).graph.mode.name)
+            with around_step(engine, step):
+                modes.add(recorded.step(batch).graph.mode.name)
         recorder.close()
     assert modes == {"FULL", "PIECEWISE"}
 
@@ -159,6 +167,26 @@ def test_a_token_that_was_recorded_wrong_is_named_with_its_place_and_margin(
     assert first.margin is not None
     assert first.margin > 0
     assert f"step {step + 1} (unsequenced), row {row}, position {length + step}: recorded token {first.recorded}" in str(first)
+
+
+def test_a_fault_that_graphs_had_in_the_field_is_found_by_plain_modules(recorded: Recorded, eager: Engine, tmp_path: Path) -> None:
+    """A replay that did nothing: the step answered with what its graph had left from the step before, and wrote no keys."""
+
+    def around_step(engine: Engine, step: int) -> ExitStack:
+        faults = ExitStack()
+        if step == 11 and engine.runner.graphs is not None:
+            for key in engine.runner.captured:
+                for replayed in engine.runner.graphs.replays(key):
+                    assert isinstance(replayed, CpuReplay)
+                    faults.enter_context(replayed.replaced(lambda: None))
+        return faults
+
+    record(recorded.model, tmp_path / "steps", lambda: steps_of_two_sequences(0.0), around_step)
+    report = replay(eager, tmp_path / "steps")
+    assert report.first is not None
+    assert report.first.step == 12
+    assert report.first.margin is not None
+    assert report.first.margin > 0.01
 
 
 def test_a_wrong_context_is_found_where_it_changes_a_token(recorded: Recorded, eager: Engine, tmp_path: Path) -> None:
