@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,8 @@ from modelworker.worker.trace_events import (
 )
 
 HOST = "host code between ops"
+# Code that Inductor makes for a CPU calls no op that torch's profiler would see.
+HOST_AND_GENERATED = "host and generated code between ops"
 LIST = "between recorded kernels"
 IDLE = "GPU idle: waits for the host"
 
@@ -146,7 +148,7 @@ def profile_step(engine: Engine, batch: StepBatch, way: Way, limits: MachineLimi
         forward_ms=statistics.median(each.forward_ns for each in timings) / 1e6,
         sample_ms=statistics.median(each.sample_ns for each in timings) / 1e6,
         measured_ms=measured_ms,
-        ops=_op_times(events, weights, limits, num_steps, measured_ms),
+        ops=_op_times(events, weights, limits, num_steps, measured_ms, host=HOST_AND_GENERATED if result.graph.compiled else HOST),
         trace=trace,
     )
 
@@ -200,15 +202,21 @@ def _recorded_events(trace: Mapping[str, Any], replays: Sequence[_TimedReplay]) 
 
 
 def _op_times(
-    events: Sequence[Event], weights: Mapping[_WeightUse, _Weight], limits: MachineLimits, num_steps: int, measured_ms: float
+    events: Sequence[Event],
+    weights: Mapping[_WeightUse, _Weight],
+    limits: MachineLimits,
+    num_steps: int,
+    measured_ms: float,
+    *,
+    host: str,
 ) -> list[OpTime]:
     """Sums up what ran, so that the sum is the time of a measured step."""
     on_device = list(device_spans(events))
     groups: dict[tuple[str, str], list[tuple[Span, _Weight | None]]] = defaultdict(list)
     for span in on_device or host_spans(events):
-        weight = next((found for found in _weights_of(span, weights)), None)
+        weight = next(_weights_of(span, weights), None)
         what = "" if weight is None else ", ".join(weight.names)
-        groups[_name_of(span), what].append((span, weight))
+        groups[_name_of(span, host), what].append((span, weight))
     ops = [_op_time(op, what, spans, limits, num_steps) for (op, what), spans in groups.items()]
     if on_device:
         idle_ms = max(measured_ms - sum(each.ms for each in ops), 0.0)
@@ -233,16 +241,16 @@ def _floor_seconds(span: Span, weight: _Weight, limits: MachineLimits) -> float:
     return max(weight.num_bytes / limits.read_bytes_per_second, operations / limits.operations_per_second)
 
 
-def _name_of(span: Span) -> str:
+def _name_of(span: Span, host: str) -> str:
     if span.category == "user_annotation":
-        return {STEP: HOST, REPLAY: LIST}.get(span.name, span.name)
+        return {STEP: host, REPLAY: LIST}.get(span.name, span.name)
     return span.name.rpartition("::")[2] if "modelworker" in span.name else span.name
 
 
 # -- weights --
 
 
-def _weights_of(span: Span, weights: Mapping[_WeightUse, _Weight]) -> Iterable[_Weight]:
+def _weights_of(span: Span, weights: Mapping[_WeightUse, _Weight]) -> Iterator[_Weight]:
     for position, shape in enumerate(span.shapes):
         if (weight := weights.get(_WeightUse(span.name, position, shape))) is not None:
             yield weight

@@ -19,7 +19,7 @@ from modelworker.worker.cli import main
 from modelworker.worker.command_profile import format_profile
 from modelworker.worker.engine import Engine
 from modelworker.worker.machine_limits import MachineLimits
-from modelworker.worker.profile import HOST, LIST, StepProfile, profile_step, shown_ops
+from modelworker.worker.profile import HOST, HOST_AND_GENERATED, LIST, StepProfile, profile_step, shown_ops
 from modelworker.worker.settings import ExecutionSettings, WorkerSettings
 from modelworker.worker.step_bench import StepCase, make_batch, ways_to_run
 from modelworker_testing.checkpoints import save_tiny
@@ -94,7 +94,8 @@ def test_only_recorded_lists_have_time_between_kernels_and_every_way_has_host_co
     assert {mode for mode, ops in found.items() if LIST in ops} == {"PIECEWISE", "FULL"}
     assert found["FULL"][LIST] == 1
     assert found["PIECEWISE"][LIST] == NUM_LAYERS + 1
-    assert all(ops[HOST] == 1 for ops in found.values())
+    assert {mode for mode, ops in found.items() if ops.get(HOST) == 1} == {"eager", "PIECEWISE", "FULL"}
+    assert found["compiled"][HOST_AND_GENERATED] == 1
 
 
 def test_every_kernel_of_every_recorded_list_belongs_to_a_call_and_runs_when_it_is_timed(engine: Engine) -> None:
