@@ -73,6 +73,7 @@ class StepBatch:
         deadline_ns: `time.monotonic_ns()` after which the step must not start, or None.
         digest: of a sequenced step's content, for safe retries; empty for an unsequenced one.
         traceparent: W3C trace context, or "".
+        request: its bytes, where steps are recorded; else empty.
         query_lens: [num_sequences], >= 1.
         context_lens: [num_sequences], >= 0.
         token_ids: [num_tokens], 0 .. vocab_size - 1.
@@ -80,7 +81,6 @@ class StepBatch:
         block_ids: [sum of block_counts], 1 .. num_blocks - 1.
         sample: [num_sequences].
         sampling: None when every row is greedy and none wants logprobs.
-        request: the bytes of the request, where steps are recorded; else empty.
     """
 
     step_id: int
@@ -91,6 +91,7 @@ class StepBatch:
     deadline_ns: int | None
     digest: bytes
     traceparent: str
+    request: bytes = b""
     query_lens: Int32Array
     context_lens: Int32Array
     token_ids: Int32Array
@@ -98,7 +99,6 @@ class StepBatch:
     block_ids: Int32Array
     sample: BoolArray
     sampling: SamplingBatch | None
-    request: bytes = b""
 
     @property
     def is_sequenced(self) -> bool:

@@ -99,13 +99,15 @@ class StepProfile:
     trace: Mapping[str, Any]
 
 
-class _Weight(NamedTuple):
+class Weight(NamedTuple):
+    """Parameters of one shape that an op reads as a whole."""
+
     names: tuple[str, ...]
     num_bytes: int
     numel: int
 
 
-class _WeightUse(NamedTuple):
+class WeightUse(NamedTuple):
     """Which argument of an op, by its position and shape, is a weight."""
 
     op: str
@@ -148,7 +150,7 @@ def profile_step(engine: Engine, batch: StepBatch, way: Way, limits: MachineLimi
         forward_ms=statistics.median(each.forward_ns for each in timings) / 1e6,
         sample_ms=statistics.median(each.sample_ns for each in timings) / 1e6,
         measured_ms=measured_ms,
-        ops=_op_times(events, weights, limits, num_steps, measured_ms, host=HOST_AND_GENERATED if result.graph.compiled else HOST),
+        ops=op_times(events, weights, limits, num_steps, measured_ms, host=HOST_AND_GENERATED if result.graph.compiled else HOST),
         trace=trace,
     )
 
@@ -201,18 +203,27 @@ def _recorded_events(trace: Mapping[str, Any], replays: Sequence[_TimedReplay]) 
 # -- the table --
 
 
-def _op_times(
+def op_times(
     events: Sequence[Event],
-    weights: Mapping[_WeightUse, _Weight],
+    weights: Mapping[WeightUse, Weight],
     limits: MachineLimits,
     num_steps: int,
     measured_ms: float,
     *,
     host: str,
 ) -> list[OpTime]:
-    """Sums up what ran, so that the sum is the time of a measured step."""
+    """Sums up what ran, so that the sum is the time of a measured step: what ran on a GPU, where anything did, else on the host.
+
+    Args:
+        events: complete ones of the trace.
+        weights: that ops read as a whole.
+        limits: of the machine.
+        num_steps: in the trace.
+        measured_ms: of each.
+        host: name for what is no op.
+    """
     on_device = list(device_spans(events))
-    groups: dict[tuple[str, str], list[tuple[Span, _Weight | None]]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[tuple[Span, Weight | None]]] = defaultdict(list)
     for span in on_device or host_spans(events):
         weight = next(_weights_of(span, weights), None)
         what = "" if weight is None else ", ".join(weight.names)
@@ -224,7 +235,7 @@ def _op_times(
     return sorted(ops, key=lambda each: -each.ms)
 
 
-def _op_time(op: str, what: str, spans: Sequence[tuple[Span, _Weight | None]], limits: MachineLimits, num_steps: int) -> OpTime:
+def _op_time(op: str, what: str, spans: Sequence[tuple[Span, Weight | None]], limits: MachineLimits, num_steps: int) -> OpTime:
     return OpTime(
         op=op,
         what=what,
@@ -235,7 +246,7 @@ def _op_time(op: str, what: str, spans: Sequence[tuple[Span, _Weight | None]], l
     )
 
 
-def _floor_seconds(span: Span, weight: _Weight, limits: MachineLimits) -> float:
+def _floor_seconds(span: Span, weight: Weight, limits: MachineLimits) -> float:
     num_rows = span.shapes[0][0] if span.shapes and span.shapes[0] else 1
     operations = 2 * weight.numel * num_rows
     return max(weight.num_bytes / limits.read_bytes_per_second, operations / limits.operations_per_second)
@@ -250,20 +261,20 @@ def _name_of(span: Span, host: str) -> str:
 # -- weights --
 
 
-def _weights_of(span: Span, weights: Mapping[_WeightUse, _Weight]) -> Iterator[_Weight]:
+def _weights_of(span: Span, weights: Mapping[WeightUse, Weight]) -> Iterator[Weight]:
     for position, shape in enumerate(span.shapes):
-        if (weight := weights.get(_WeightUse(span.name, position, shape))) is not None:
+        if (weight := weights.get(WeightUse(span.name, position, shape))) is not None:
             yield weight
 
 
-def _find_weights(engine: Engine, batch: StepBatch) -> dict[_WeightUse, _Weight]:
+def _find_weights(engine: Engine, batch: StepBatch) -> dict[WeightUse, Weight]:
     """Finds, by a plain step, which arguments of which ops are weights that they read as a whole."""
     names = {parameter.data_ptr(): name for name, parameter in engine.model.named_parameters()}
     noting = _NotingWeights({weight.data_ptr(): weight for weight in engine.model.weights_read() if weight.dim() > 1})
     with noting:
         engine.step_as(batch, _PLAIN)
     return {
-        use: _Weight(
+        use: Weight(
             names=tuple(sorted({_without_number(names[weight.data_ptr()]) for weight in found})),
             num_bytes=found[0].nbytes,
             numel=found[0].numel(),
@@ -277,7 +288,7 @@ class _NotingWeights(TorchDispatchMode):
 
     def __init__(self, weights: Mapping[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[_WeightUse, list[Tensor]] = defaultdict(list)
+        self.found: dict[WeightUse, list[Tensor]] = defaultdict(list)
         self._weights = weights
 
     def __torch_dispatch__(
@@ -287,7 +298,7 @@ class _NotingWeights(TorchDispatchMode):
         if "embedding" not in func._schema.name and not func.is_view:
             for position, arg in enumerate(args):
                 if isinstance(arg, Tensor) and (weight := self._weights.get(arg.data_ptr())) is not None:
-                    self.found[_WeightUse(func._schema.name, position, tuple(arg.shape))].append(weight)
+                    self.found[WeightUse(func._schema.name, position, tuple(arg.shape))].append(weight)
         return func(*args, **(kwargs or {}))
 
 

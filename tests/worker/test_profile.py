@@ -19,7 +19,7 @@ from modelworker.worker.cli import main
 from modelworker.worker.command_profile import format_profile
 from modelworker.worker.engine import Engine
 from modelworker.worker.machine_limits import MachineLimits
-from modelworker.worker.profile import HOST, HOST_AND_GENERATED, LIST, StepProfile, profile_step, shown_ops
+from modelworker.worker.profile import HOST, HOST_AND_GENERATED, IDLE, LIST, StepProfile, op_times, profile_step, shown_ops
 from modelworker.worker.settings import ExecutionSettings, WorkerSettings
 from modelworker.worker.step_bench import StepCase, make_batch, ways_to_run
 from modelworker_testing.checkpoints import save_tiny
@@ -155,6 +155,27 @@ def test_the_trace_is_one_that_viewers_open_and_recorded_ops_lie_in_their_steps(
     for product in products:
         around = [step for step in steps if step["ts"] <= product["ts"] < step["ts"] + step["dur"]]
         assert len(around) == 1
+
+
+def test_where_a_gpu_computes_its_kernels_and_its_idling_are_the_step() -> None:
+    """The host's ops overlap them, and would count twice."""
+
+    def event(name: str, category: str, ts: float, dur: float) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": category, "pid": 1, "tid": 1, "ts": ts, "dur": dur}
+
+    events = [
+        event("step", "user_annotation", 0, 1000),
+        event("aten::mm", "cpu_op", 10, 50),
+        event("gemm", "kernel", 100, 300),
+        event("gemm", "kernel", 400, 200),
+        event("Memcpy DtoH", "gpu_memcpy", 700, 100),
+    ]
+    found = op_times(events, {}, LIMITS, 1, 1.0, host=HOST)
+    assert [(each.op, each.calls, each.ms) for each in found] == [
+        ("gemm", 2, 0.5),
+        (IDLE, 1, pytest.approx(0.4)),
+        ("Memcpy DtoH", 1, 0.1),
+    ]
 
 
 def test_the_table_has_the_longest_ops_first_and_the_others_in_one_row(profiles: dict[str, StepProfile]) -> None:

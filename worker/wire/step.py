@@ -68,6 +68,7 @@ def parse_step(
         deadline_ns=_deadline(arrival_ns, request.timeout_ms, deadline_ns),
         digest=digest,
         traceparent=request.traceparent if trace_id_of(request.traceparent) else "",
+        request=(raw or request.SerializeToString()) if keeps_request else b"",
         query_lens=fields.query_lens,
         context_lens=fields.context_lens,
         token_ids=fields.token_ids,
@@ -75,7 +76,6 @@ def parse_step(
         block_ids=fields.block_ids,
         sample=fields.sample if len(fields.sample) else np.ones(fields.num_sequences, np.bool_),
         sampling=sampling,
-        request=(raw or request.SerializeToString()) if keeps_request else b"",
     )
 
 
