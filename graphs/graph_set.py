@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from modelworker.graphs.backend import GraphBackend, Tensors, UnknownKeyError
+from modelworker.graphs.backend import GraphBackend, Replay, Tensors, UnknownKeyError
 from modelworker.graphs.dispatch import Dispatcher, Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
@@ -32,6 +32,10 @@ class Program(Protocol):
 
     def replay(self, key: GraphKey, inputs: Sequence[Tensor]) -> Tensors:
         """Hot path: runs the step of a key."""
+        ...
+
+    def replays(self, key: GraphKey) -> Sequence[Replay]:
+        """Returns what `replay` calls for a key, in order."""
         ...
 
     def close(self) -> None:
@@ -133,6 +137,11 @@ class GraphSet:
         )
         _logger.info("captured %d graphs in %.1f s, %.1f MiB", len(captured), report.seconds, report.num_bytes / 2**20)
         return report
+
+    def replays(self, key: GraphKey) -> Sequence[Replay]:
+        """Returns what running a key calls, in order, for measurements; nothing where it was not captured."""
+        program = self._programs.get(key.mode)
+        return () if program is None else program.replays(key)
 
     def run(self, key: GraphKey, inputs: Sequence[Tensor]) -> Tensors:
         """Hot path: runs a step with the graph of a key.

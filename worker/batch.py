@@ -182,6 +182,7 @@ class StepBatch:
         zero_block_ids: 1 .. num_blocks - 1, filled with zeros before anything else.
         copy_source_ids: [number of copies], 1 .. num_blocks - 1, all read after zeroing and before any destination is written.
         copy_destination_ids: [number of copies], 1 .. num_blocks - 1, without duplicates.
+        request: the message's bytes, where steps are recorded; else empty.
     """
 
     step_id: int
@@ -206,6 +207,7 @@ class StepBatch:
     copy_source_ids: Int32Array
     copy_destination_ids: Int32Array
     prompt_logprobs: PromptLogprobsBatch | None = None
+    request: bytes = b""
 
     @property
     def is_sequenced(self) -> bool:

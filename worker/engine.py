@@ -96,6 +96,10 @@ class Engine:
         """Forgets the sampled tokens of sequences. Returns how many of them were known."""
         return self.feedback.release(sequence_ids)
 
+    def seed_open_rows(self, number: int) -> None:
+        """Makes the seeds of rows without one, of the steps that follow, a function of a number (of 64 bits)."""
+        self.sampler.seed_open_rows(number)
+
     def _withhold(self, step: ResolvedStep, inputs: StepInputs) -> None:
         """Keeps rows whose token is a placeholder from writing keys and values.
 

@@ -97,7 +97,12 @@ class WorkerServer:
         self._call_log = CallLog(self.counters)
         self._room = RequestRoom(_MAX_HELD_MESSAGES * settings.server.max_message_size)
         self._servicer = ModelWorkerServicer(
-            executor=self.executor, stage=self._stage, counters=self.counters, room=self._room, log=self._call_log
+            executor=self.executor,
+            stage=self._stage,
+            counters=self.counters,
+            room=self._room,
+            log=self._call_log,
+            keeps_requests=bool(settings.recording.record_steps),
         )
         self.port = 0
         self.ready = asyncio.Event()

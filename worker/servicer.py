@@ -44,10 +44,29 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ModelWorkerServicer(model_worker_pb2_grpc.ModelWorkerServicer):
-    """Translates between messages and the executor. Runs on the event loop and never computes."""
+    """Translates between messages and the executor. Runs on the event loop and never computes.
 
-    def __init__(self, *, executor: Executor, stage: StageTracker, counters: Counters, room: RequestRoom, log: CallLog) -> None:
+    Args:
+        executor: of the steps.
+        stage: what the worker is doing while it starts.
+        counters: for WorkerInfo.
+        room: for the bytes of requests that have no answer yet.
+        log: where the steps of streams are counted and written down.
+        keeps_requests: steps have their requests' bytes with them, to be recorded.
+    """
+
+    def __init__(
+        self,
+        *,
+        executor: Executor,
+        stage: StageTracker,
+        counters: Counters,
+        room: RequestRoom,
+        log: CallLog,
+        keeps_requests: bool = False,
+    ) -> None:
         self._executor = executor
+        self._keeps_requests = keeps_requests
         self._stage = stage
         self._counters = counters
         self._room = room
@@ -133,7 +152,14 @@ class ModelWorkerServicer(model_worker_pb2_grpc.ModelWorkerServicer):
         raise NotBuiltError("ImportKvBlocks is not implemented by this worker: recompute the sequence with ExecuteStep")
 
     def _parse_step(self, request: pb.ExecuteStepRequest, *, raw: bytes, arrival_ns: int, deadline_ns: int | None) -> StepBatch:
-        return parse_step(request, self._description(), arrival_ns=arrival_ns, deadline_ns=deadline_ns, raw=raw)
+        return parse_step(
+            request,
+            self._description(),
+            arrival_ns=arrival_ns,
+            deadline_ns=deadline_ns,
+            raw=raw,
+            keeps_request=self._keeps_requests,
+        )
 
     def _admit_step(
         self, request: pb.ExecuteStepRequest, *, raw: bytes, arrival_ns: int, deadline_ns: int | None

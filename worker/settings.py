@@ -364,6 +364,18 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingSettings:
+    """Recording of executed steps, for `modelworker replay`."""
+
+    record_steps: str = setting(
+        "", "write every executed step into this new or empty folder; prompts and tokens are in it", metavar="DIR"
+    )
+    record_steps_limit: int = setting(
+        256 * 2**20, "bytes of all recorded steps together; recording stops there", parse=parse_bytes, metavar="BYTES"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
     """Everything `modelworker serve` can be told."""
 
@@ -377,3 +389,4 @@ class WorkerSettings:
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    recording: RecordingSettings = field(default_factory=RecordingSettings)

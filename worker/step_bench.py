@@ -91,7 +91,7 @@ def run_cases(
     """
     for case in cases:
         batch = make_batch(case, engine.description)
-        ways = dict(_ways(engine, batch))
+        ways = dict(ways_to_run(engine, batch))
         for way, _ in itertools.product(ways.values(), range(_WARM_UP_STEPS)):
             engine.step_as(batch, way)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -132,7 +132,8 @@ def _rounded(value: object) -> object:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _ways(engine: Engine, batch: StepBatch) -> Iterator[tuple[str, Way]]:
+def ways_to_run(engine: Engine, batch: StepBatch) -> Iterator[tuple[str, Way]]:
+    """Yields the ways that there are to run a step, by name."""
     none = Choice(None, Reason.NONE)
     yield "eager", Way(none, is_plain=True)
     runner = engine.runner

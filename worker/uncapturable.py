@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modelworker.graphs.backend import GraphBackend, UnknownKeyError
+from modelworker.graphs.backend import GraphBackend, Replay, UnknownKeyError
 from modelworker.graphs.shapes import GraphKey
 from modelworker.ops.custom_op import NATIVE
 from modelworker.ops.report import report_ops
@@ -76,6 +76,10 @@ class Uncapturable:
             UnknownKeyError: always: no key is captured.
         """
         raise UnknownKeyError(f"no graph was captured for {key}")
+
+    def replays(self, key: GraphKey) -> Sequence[Replay]:
+        """Returns nothing: there are no graphs."""
+        return ()
 
     def close(self) -> None:
         """Does nothing: there are no graphs."""

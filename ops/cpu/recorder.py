@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from modelworker.ops.cpu.bound_call import BoundCall, returned_tensors
-from modelworker.ops.cpu.kernel_list import KernelList
+from modelworker.ops.cpu.bound_call import BoundCall, returned_tensors, shapes_of
+from modelworker.ops.cpu.kernel_list import KernelList, RecordedCall, TimedRun
 from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.memory_pool import MemoryPool
 
@@ -65,6 +65,10 @@ class RecordedStep(Generic[T]):
         """Hot path: runs the step again."""
         for segment in self._segments:
             segment.replay()
+
+    def replay_timed(self) -> list[TimedRun]:
+        """Runs the step again, kernel by kernel, which takes longer than `replay`, and returns when each ran."""
+        return [segment.replay_timed() for segment in self._segments]
 
     def close(self) -> None:
         """Lets go of the lists and of all tensors but the outputs, which are the caller's."""
@@ -191,7 +195,10 @@ class _Recording(TorchDispatchMode):
         for tensor in _tensors_of(args, kwargs):
             if not self._pool.holds(tensor):
                 self.kept[_storage_of(tensor)] = tensor
-        return op(*args, **kwargs)
+        num_before = len(self._list)
+        result = op(*args, **kwargs)
+        self._list.calls.append(RecordedCall(op._schema.name, shapes_of(args), len(self._list) - num_before))
+        return result
 
     def _run_other(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_recordable(op, args)

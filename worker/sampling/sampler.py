@@ -103,6 +103,10 @@ class Sampler:
         # Seeds of the rows whose seed the router leaves open.
         self._open_seeds = np.random.default_rng()
 
+    def seed_open_rows(self, number: int) -> None:
+        """Makes the seeds of rows without one, of the steps that follow, a function of a number (of 64 bits)."""
+        self._open_seeds = np.random.default_rng(number)
+
     def plan(self, batch: StepBatch, failed_sources: IndexArray = _NO_ROWS) -> SamplingPlan:
         """Hot path: looks at a step before it is executed.
 

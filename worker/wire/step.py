@@ -40,6 +40,7 @@ def parse_step(
     arrival_ns: int,
     deadline_ns: int | None,
     raw: bytes | None = None,
+    keeps_request: bool = False,
 ) -> StepBatch:
     """Hot path: makes a checked batch of a request, which may contain anything.
 
@@ -49,6 +50,7 @@ def parse_step(
         arrival_ns: `time.monotonic_ns()` of the request's arrival.
         deadline_ns: `time.monotonic_ns()` of the RPC's deadline, or None.
         raw: the bytes that the request was parsed from; None: they are gone.
+        keeps_request: the batch has the request's bytes in it, to be recorded.
 
     Returns:
         A batch of which everything that wire and engine rely on is true.
@@ -88,6 +90,7 @@ def parse_step(
         copy_source_ids=fields.copy_source_ids,
         copy_destination_ids=fields.copy_destination_ids,
         prompt_logprobs=prompt_logprobs,
+        request=(raw or request.SerializeToString()) if keeps_request else b"",
     )
 
 
