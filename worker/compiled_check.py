@@ -5,8 +5,9 @@ import numpy as np
 from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.worker.check_batch import CheckRow, make_check_batch
+from modelworker.worker.check_reference import relative_difference
 from modelworker.worker.description import Degradation
-from modelworker.worker.graph_check import BOUND, relative_difference
+from modelworker.worker.graph_check import BOUND
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.step_runner import StepRunner, Way
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from modelworker.worker.client import Client, FencedSession
-from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import Request
+from modelworker.worker.scheduler import Request, Scheduler
 from modelworker_testing.checkpoints import save_tiny
 from modelworker_testing.node_packages import ROOT, SOURCES, installed_node_modules
 from modelworker_testing.worker_process import worker_process

@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, event, given, settings
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.client import Client
+from modelworker.worker.client import FEEDBACK_TOKEN, Client
 from modelworker.worker.engine import Engine
-from modelworker.worker.errors import InvalidStepError
+from modelworker.worker.errors import InvalidStepError, PreconditionError
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.wire import encode_result, parse_step
 from modelworker_testing.checkpoints import save_tiny
@@ -33,6 +33,7 @@ from modelworker_testing.steps import (
     tables_of,
     token_places,
     valid_requests,
+    zero_blocks,
 )
 from modelworker_testing.worker_process import worker_process
 
@@ -94,8 +95,9 @@ def changed_slots(engine: Engine, filler: float) -> set[int]:
 def rows_that_read_nan(request: pb.ExecuteStepRequest) -> set[int]:
     """The rows whose context has a slot of a cache full of NaN, or one that such a row writes in this step."""
     writers = {slot: row for row, _, slot in token_places(request)}
+    zeroed = {block * BLOCK_SIZE + offset for block in zero_blocks(request) for offset in range(BLOCK_SIZE)} - writers.keys()
     contexts = [
-        {table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for position in range(context)}
+        {table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for position in range(context)} - zeroed
         for table, context in zip(tables_of(request), request.context_lens, strict=True)
     ]
     poisoned: set[int] = set()
@@ -142,8 +144,9 @@ def logprobs_are_in_order(request: pb.ExecuteStepRequest, answer: pb.ExecuteStep
 
 
 def step_touches_only_what_it_names(engine: Engine, request: pb.ExecuteStepRequest, raw: bytes) -> None:
-    """The property: refused and untouched, or executed with exactly its own slots written."""
+    """The property: refused and untouched, or executed with exactly its own slots written and its blocks maintained."""
     for filler in (CANARY, math.nan):
+        engine.reset_kv_cache()
         fill(engine, filler)
         if not is_valid(request, engine.description):
             event("refused")
@@ -151,13 +154,20 @@ def step_touches_only_what_it_names(engine: Engine, request: pb.ExecuteStepReque
                 parse_step(request, engine.description, arrival_ns=0, deadline_ns=None, raw=raw)
             assert changed_slots(engine, filler) == set()
             return
-        event("executed")
         batch = parse_step(request, engine.description, arrival_ns=0, deadline_ns=None, raw=raw)
+        if FEEDBACK_TOKEN in request.token_ids:
+            event("nothing to feed back")
+            with pytest.raises(PreconditionError, match="no token is kept"):
+                engine.step(batch)
+            assert changed_slots(engine, filler) == set()
+            return
+        event("executed")
         answer = encode_result(batch, engine.step(batch), EPOCH)
         written = {slot for _, _, slot in token_places(request)}
+        zeroed = {block * BLOCK_SIZE + offset for block in zero_blocks(request) for offset in range(BLOCK_SIZE)}
         changed = changed_slots(engine, filler)
         failed = rows_that_read_nan(request) if math.isnan(filler) else set()
-        assert changed <= written
+        assert zeroed - written <= changed <= written | zeroed
         # The rows that NaN does not reach write numbers.
         assert changed >= {slot for row, _, slot in token_places(request) if row not in failed}
         answer_is_in_order(request, pb.ExecuteStepResponse.FromString(answer.SerializeToString()), failed)

@@ -1,7 +1,7 @@
 """What goes into the scheduler and what comes out: requests, settings, events."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -55,8 +55,8 @@ class Sampling:
 
     def check_capabilities(self, capabilities: Collection[str]) -> None:
         """Raises RequestError where the worker does not implement what is asked for: it would refuse the whole step."""
-        if self.num_logprobs > 0 and "sampling.num_logprobs" not in capabilities:
-            raise RequestError(f"num_logprobs: found {self.num_logprobs}, but this worker only has that of the sampled token (0)")
+        if self.num_logprobs >= 0 and "sampling.num_logprobs" not in capabilities:
+            raise RequestError(f"num_logprobs: found {self.num_logprobs}, but this worker does not implement it")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +75,31 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: frozenset[int] | None = None
 
+    def with_seed_offset(self, offset: int) -> "Request":
+        """Returns the same request with another seed, if it has one: otherwise several of it would get the same tokens."""
+        seed = self.sampling.seed
+        return self if seed is None or offset == 0 else replace(self, sampling=replace(self.sampling, seed=(seed + offset) % 2**64))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerSettings:
-    """Limits below the worker's own (None: the worker's), and the order in which blocks are handed out."""
+    """How steps are made; a limit that is None is the worker's own.
+
+    Attributes:
+        prefill_chunk: largest part of a prompt in a step.
+        max_sequences: rows of a step, and sequences with blocks.
+        max_tokens_per_step: of all rows.
+        max_blocks: KV cache blocks in use.
+        block_order: in which they are handed out.
+        num_drafts: tokens to guess and have verified with each one that is sampled; 0: none.
+    """
 
     prefill_chunk: int | None = None
     max_sequences: int | None = None
     max_tokens_per_step: int | None = None
     max_blocks: int | None = None
     block_order: BlockOrder = "ascending"
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,12 +148,17 @@ class KvCacheRecomputed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepExecuted:
-    """A step was executed: what it was, how it ran, and how long it took from here (`round_trip_ms`) and there (`worker_ms`)."""
+    """A step was executed: what it was, how it ran, and how long it took from here (`round_trip_ms`) and there (`worker_ms`).
+
+    Of `num_drafts` guessed tokens `num_accepted` were right. In a pipeline, the round trip has the wait for the steps before in it.
+    """
 
     step_id: int
     num_tokens: int
     num_sequences: int
     num_decodes: int
+    num_drafts: int
+    num_accepted: int
     mode: str
     padded_tokens: int
     round_trip_ms: float
