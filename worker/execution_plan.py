@@ -1,9 +1,10 @@
 """What is compiled and captured, as the settings ask for it and the machine allows it."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from modelworker.compiler.settings import PASS_NAMES, Backend, Partition
 from modelworker.graphs.settings import GraphMode, GraphSettings, GraphSettingsError, RuntimeMode
+from modelworker.worker.compiler_passes import disabled_passes
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.settings import ExecutionSettings, StepSettings
 
@@ -24,8 +25,8 @@ class ExecutionPlan:
     """
 
     optimization_level: int
-    compiler: Backend
-    partition: Partition
+    compiler: Literal["inductor", "eager"]
+    partition: Literal["fx", "inductor"]
     disabled_passes: tuple[str, ...]
     graphs: GraphSettings
 
@@ -76,7 +77,7 @@ def plan_execution(settings: ExecutionSettings, step: StepSettings) -> Execution
         optimization_level=level,
         compiler="eager" if settings.compiler == "eager" else "inductor",
         partition="inductor" if settings.graph_partition == "inductor" else "fx",
-        disabled_passes=_disabled_passes(settings.compiler_passes),
+        disabled_passes=disabled_passes(settings.compiler_passes),
         graphs=graphs,
     )
 
@@ -105,17 +106,3 @@ def _refuse_what_nothing_compiles(settings: ExecutionSettings, level: int) -> No
         raise SettingsError(f"{given} is about compiling, but optimization level 0 compiles nothing")
     if given and settings.compiler == "eager":
         raise SettingsError(f"{given} is about compiling, but --compiler eager compiles nothing")
-
-
-def _disabled_passes(switches: tuple[str, ...]) -> tuple[str, ...]:
-    """Resolves --compiler-passes, in the order in which passes run."""
-    disabled = set()
-    for switch in switches:
-        if switch == "none":
-            disabled |= set(PASS_NAMES)
-        elif switch.startswith("-") and switch[1:] in PASS_NAMES:
-            disabled.add(switch[1:])
-        else:
-            expected = ", ".join(f"-{name}" for name in PASS_NAMES)
-            raise SettingsError(f"--compiler-passes: {switch!r} is no pass to switch off: expected none, or some of {expected}")
-    return tuple(name for name in PASS_NAMES if name in disabled)

@@ -503,12 +503,12 @@ def test_every_violation_of_a_step_is_named() -> None:
     request = step_request((0, 0, [1]), (29, 2, [2, 3, 4, 5, 6, 7, 8, 9]), (0, 20, [10, 11]), (0, 1, [0]))
     request.token_ids[:] = [*[1] * 22, 101]
     request.sampling.top_p.extend([1, 1, 0, 1])
-    request.block_copies.SetInParent()
+    request.lora_index.append(1)
     request.draft_lens.extend([0, 2, 0, 0])
     request.banned_ids.counts.extend([0, 0, 0, 1])
     request.banned_ids.token_ids.append(101)
     assert list(violations_of(request)) == [
-        "block_copies",
+        "lora_index",
         "query_lens[0]",
         "context_lens[1]",
         "token_ids[22]",

@@ -13,6 +13,8 @@ from modelworker.worker.errors import PreconditionError, PreconditionReason
 from modelworker.worker.sampling.history import TokenStreams, complete_history, nothing_kept
 from modelworker_testing.sampling_runs import parameters
 
+NO_ROWS = np.zeros(0, np.intp)
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -80,7 +82,7 @@ def test_a_stream_is_the_whole_sequence_however_its_tokens_are_known(sequences: 
         first = max(row.sent - spare, 0)
         return Kept(np.array(row.tokens[first : row.context + 1], np.int32), row.context)
 
-    streams = complete_history(batch_of(sequences), recent)
+    streams = complete_history(batch_of(sequences), recent, NO_ROWS)
     wanted = [row.penalized and row.samples for row in sequences]
     assert (streams is not None) == any(wanted)
     if streams is not None:
@@ -103,7 +105,7 @@ def test_a_stream_is_the_whole_sequence_however_its_tokens_are_known(sequences: 
 def test_a_gap_is_refused_naming_the_row_and_what_there_is(kept: Kept | None, found: str) -> None:
     sequences = [Row((1, 2), 1, 1, 1, 0), Row(tuple(range(7)), 2, 4, 6, 0)]
     with pytest.raises(PreconditionError, match=f"row 1: the history covers 4 positions and the context 6, .*{found}") as caught:
-        complete_history(batch_of(sequences), lambda _: kept)
+        complete_history(batch_of(sequences), lambda _: kept, NO_ROWS)
     assert caught.value.reason is PreconditionReason.FEEDBACK_MISMATCH
     assert caught.value.metadata == {"row": "1"}
 
@@ -111,11 +113,20 @@ def test_a_gap_is_refused_naming_the_row_and_what_there_is(kept: Kept | None, fo
 def test_kept_tokens_that_reach_the_context_close_the_gap() -> None:
     sequences = [Row(tuple(range(7)), 2, 4, 6, 0)]
     for kept in (Kept(np.array([4, 5], np.int32), 5), Kept(np.array([3, 4, 5, 6], np.int32), 6)):
-        streams = complete_history(batch_of(sequences), lambda _, kept=kept: kept)
+        streams = complete_history(batch_of(sequences), lambda _, kept=kept: kept, NO_ROWS)
         assert streams is not None
         assert stream(streams, 0, 7) == list(range(7))
 
 
 def test_without_penalties_nothing_is_put_together_and_nothing_asked() -> None:
     row = Row(tuple(range(7)), 2, 4, 6, 0, penalized=False)
-    assert complete_history(batch_of([row, row]), nothing_kept) is None
+    assert complete_history(batch_of([row, row]), nothing_kept, NO_ROWS) is None
+
+
+def test_a_row_that_fails_for_want_of_a_token_has_no_gap_that_could_refuse_the_step() -> None:
+    row = Row(tuple(range(7)), 2, 4, 6, 0)
+    with pytest.raises(PreconditionError):
+        complete_history(batch_of([row, row]), nothing_kept, np.array([0]))
+    streams = complete_history(batch_of([row, row]), nothing_kept, np.array([0, 1]))
+    assert streams is not None
+    assert len(streams.token_ids) == 14
