@@ -20,7 +20,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import StepBatch, StepResult
+from modelworker.worker.batch import StepBatch, StepResult, UInt64Array
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import Degradation, WorkerDescription
 from modelworker.worker.errors import OverloadedError, PreconditionError, SettingsError, SetupError
@@ -77,6 +77,12 @@ class _End(NamedTuple):
     message: str
 
 
+class ReleasedSequences(NamedTuple):
+    """Sequences of which the engine forgot the sampled tokens."""
+
+    sequence_ids: UInt64Array
+
+
 class _NewEpoch(NamedTuple):
     """What follows does not read what was written before."""
 
@@ -104,7 +110,7 @@ class StepRecorder:
         self._folder = Path(settings.recording.record_steps)
         self._counters = counters
         self._max_pending_bytes = max_pending_bytes
-        self._pending: deque[_Executed | _End | _NewEpoch | None] = deque()
+        self._pending: deque[_Executed | ReleasedSequences | _End | _NewEpoch | None] = deque()
         self._pending_bytes = 0
         self._work = threading.Condition()
         # Of the engine's side: what comes is left out until the next epoch.
@@ -145,6 +151,13 @@ class StepRecorder:
                 self._pending.append(executed)
             self._work.notify()
 
+    def release(self, sequence_ids: UInt64Array) -> None:
+        """Takes sequences that were released."""
+        with self._work:
+            if not self._has_ended and len(self._pending) < _MAX_PENDING_STEPS:
+                self._pending.append(ReleasedSequences(sequence_ids.copy()))
+                self._work.notify()
+
     def new_epoch(self) -> None:
         """Lets what follows go into a file of its own."""
         with self._work:
@@ -167,7 +180,7 @@ class StepRecorder:
                 self._end("failed", "a step could not be encoded")
         self._close_file()
 
-    def _take(self) -> _Executed | _End | _NewEpoch | None:
+    def _take(self) -> _Executed | ReleasedSequences | _End | _NewEpoch | None:
         with self._work:
             self._work.wait_for(lambda: self._pending)
             item = self._pending.popleft()
@@ -175,14 +188,18 @@ class StepRecorder:
                 self._pending_bytes -= item.num_bytes
             return item
 
-    def _write(self, item: _Executed | _End | _NewEpoch) -> None:
+    def _write(self, item: _Executed | ReleasedSequences | _End | _NewEpoch) -> None:
         if isinstance(item, _NewEpoch):
             self._close_file()
             self._skips_epoch = False
         elif isinstance(item, _End):
             self._end(item.reason, item.message)
-        elif not self._skips_epoch:
+        elif self._skips_epoch:
+            return
+        elif isinstance(item, _Executed):
             self._write_step(item)
+        elif self._file is not None:  # Before the first step there is nothing to release.
+            self._write_within_bound(self._file, _record_of_release(item))
 
     def _write_step(self, item: _Executed) -> None:
         if not item.batch.request:
@@ -206,6 +223,13 @@ class StepRecorder:
             settings=self._settings,
             worker=self._worker,
         )
+
+    def _write_within_bound(self, file: int, record: Record) -> None:
+        content = record.encode()
+        if len(content) + _END_BYTES > self._bytes_left:
+            self._end("limit", "--record-steps-limit is reached")
+        else:
+            self._append(file, content)
 
     def _append(self, file: int, content: bytes) -> None:
         view = memoryview(content)
@@ -260,6 +284,12 @@ class RecordingEngine:
         self._recorder.step(batch, result, seed)
         return result
 
+    def release_sequences(self, sequence_ids: UInt64Array) -> int:
+        """Forgets the sampled tokens of sequences. Returns how many of them were known."""
+        num_released = self._engine.release_sequences(sequence_ids)
+        self._recorder.release(sequence_ids)
+        return num_released
+
     def reset_kv_cache(self) -> None:
         """Fills the KV cache with zeros; another epoch begins."""
         self._engine.reset_kv_cache()
@@ -280,8 +310,8 @@ class RecordedStep(NamedTuple):
     seed: int
 
 
-def read_steps(file: RecordingFile) -> Iterator[RecordedStep | str]:
-    """Yields the steps of a recording, and at the end, if that came before the end of the epoch, why.
+def read_steps(file: RecordingFile) -> Iterator[RecordedStep | ReleasedSequences | str]:
+    """Yields the steps of a recording and what was released between them; at the end, if it came before that of the epoch, why.
 
     Raises:
         SetupError: a record is damaged.
@@ -289,6 +319,9 @@ def read_steps(file: RecordingFile) -> Iterator[RecordedStep | str]:
     for record in file.records():
         if record.kind is RecordKind.END:
             yield record.request.decode(errors="replace")
+            continue
+        if record.kind is RecordKind.RELEASE:
+            yield ReleasedSequences(np.frombuffer(record.request, "<u8").astype(np.uint64))
             continue
         try:
             request = pb.ExecuteStepRequest.FromString(record.request)
@@ -312,6 +345,10 @@ def prepare_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise SettingsError(f"--record-steps {folder}: can't be written into: {error.strerror}") from error
+
+
+def _record_of_release(item: ReleasedSequences) -> Record:
+    return Record(kind=RecordKind.RELEASE, request=item.sequence_ids.astype("<u8").tobytes())
 
 
 def _record_of(item: _Executed) -> Record:

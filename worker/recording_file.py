@@ -10,6 +10,7 @@
 | 1 | STEP, executed | ExecuteStepRequest | ExecuteStepResponse (without the times of the queue) |
 | 2 | FAULT: the step failed after launch, and ended the epoch | ExecuteStepRequest | empty |
 | 3 | END: the recording ended before the epoch did | why, UTF-8 | empty |
+| 4 | RELEASE: of sequences, between steps | their ids, u64 each | empty |
 
 `seed` is what the engine drew the seeds of rows without one from. A worker that is killed leaves a file whose last record may be
 cut off: what lies before it can be read.
@@ -42,6 +43,7 @@ class RecordKind(IntEnum):
     STEP = 1
     FAULT = 2
     END = 3
+    RELEASE = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +70,7 @@ class Record:
     Attributes:
         kind: of it.
         seed: what the engine drew the seeds of rows without one from.
-        request: bytes of the ExecuteStepRequest; of END, why.
+        request: bytes of the ExecuteStepRequest; of END, why; of RELEASE, the ids.
         answer: bytes of the ExecuteStepResponse; empty unless it is a STEP.
     """
 
@@ -152,7 +154,7 @@ class RecordingFile:
         if len(fixed) == _FIXED.size:
             kind, seed, request_bytes, answer_bytes, checksum = _FIXED.unpack(fixed)
             if kind not in set(RecordKind):
-                raise SetupError(f"{self.path}: damaged at byte {at}: found a record of kind {kind}, expected 1, 2 or 3")
+                raise SetupError(f"{self.path}: damaged at byte {at}: found a record of kind {kind}, expected 1, 2, 3 or 4")
             content = file.read(request_bytes + answer_bytes)
             if len(content) == request_bytes + answer_bytes:
                 if zlib.crc32(content) != checksum:

@@ -12,7 +12,7 @@ from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.worker.batch import IndexArray, StepBatch, StepResult
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError, WorkerError
-from modelworker.worker.recording import RecordedStep, read_steps
+from modelworker.worker.recording import RecordedStep, ReleasedSequences, read_steps
 from modelworker.worker.recording_file import RecordingFile
 from modelworker.worker.step_runner import Way
 from modelworker.worker.wire import encode_result, parse_step
@@ -116,6 +116,9 @@ def _replay_file(engine: Engine, file: RecordingFile, report: ReplayReport, adva
     for step in read_steps(file):
         if isinstance(step, str):
             report.notes.append(f"{file.path.name}: the recording ended after step {step_number}, before its epoch: {step}")
+            continue
+        if isinstance(step, ReleasedSequences):
+            engine.release_sequences(step.sequence_ids)
             continue
         step_number += 1
         where = f"{file.path.name}: step {step_number}"

@@ -18,7 +18,7 @@ from modelworker.worker.batch import StepBatch, StepResult
 from modelworker.worker.cli import main
 from modelworker.worker.counters import Counters
 from modelworker.worker.errors import PreconditionError, PreconditionReason, SettingsError, SetupError
-from modelworker.worker.recording import RecordedStep, RecordingEngine, StepRecorder, prepare_folder, read_steps
+from modelworker.worker.recording import RecordedStep, RecordingEngine, ReleasedSequences, StepRecorder, prepare_folder, read_steps
 from modelworker.worker.recording_file import Record, RecordingFile, RecordingHeader, RecordKind, create_file, encode_header
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, RecordingSettings, WorkerSettings
 from modelworker.worker.settings_record import settings_as_record, settings_from_record, with_overrides
@@ -60,18 +60,18 @@ class World:
     def step(self, *tokens: int) -> StepResult:
         return self.engine.step(self.batch(list(tokens)))
 
-    def read(self) -> list[list[RecordedStep | str]]:
+    def read(self) -> list[list[RecordedStep | ReleasedSequences | str]]:
         """Closes the recorder, and reads the files in their order."""
         self.recorder.close()
         return [list(read_steps(RecordingFile(path))) for path in sorted(self.folder.iterdir())]
 
 
-def tokens_of(steps: list[RecordedStep | str]) -> list[tuple[list[int], list[int]]]:
+def tokens_of(steps: list[RecordedStep | ReleasedSequences | str]) -> list[tuple[list[int], list[int]]]:
     """Tokens in and out of each step."""
     return [
         (list(step.request.token_ids), list(step.answer.sampled_ids))
         for step in steps
-        if not isinstance(step, str) and step.answer is not None
+        if isinstance(step, RecordedStep) and step.answer is not None
     ]
 
 
@@ -88,7 +88,7 @@ def test_steps_are_recorded_in_the_order_of_execution_with_their_answers_and_see
         world.step(token, token + 1)
     (steps,) = world.read()
     assert tokens_of(steps) == [([token, token + 1], [2 * token + 1]) for token in range(50)]
-    assert [step.seed for step in steps if not isinstance(step, str)] == world.inner.seeds
+    assert [step.seed for step in steps if isinstance(step, RecordedStep)] == world.inner.seeds
     assert len(set(world.inner.seeds)) == 50
     assert world.counters.snapshot()["steps_recorded_total"] == 50
 
@@ -122,6 +122,19 @@ def test_a_refused_step_is_not_recorded_and_a_failed_one_is_as_such(tmp_path: Pa
     assert list(first.request.token_ids) == [1]
     assert second.answer is None
     assert list(second.request.token_ids) == [3]
+
+
+def test_releases_of_sequences_are_recorded_in_their_turn(tmp_path: Path) -> None:
+    world = World(tmp_path / "steps")
+    ids = np.array([7, 2**64 - 1], np.uint64)
+    world.engine.release_sequences(ids)  # Before the first step: nothing is there to be released.
+    world.step(1)
+    world.engine.release_sequences(ids)
+    world.step(2)
+    (steps,) = world.read()
+    assert [type(step) for step in steps] == [RecordedStep, ReleasedSequences, RecordedStep]
+    assert isinstance(steps[1], ReleasedSequences)
+    assert steps[1].sequence_ids.tolist() == ids.tolist()
 
 
 def test_files_and_a_new_folder_belong_to_the_owner_alone_whatever_the_umask(tmp_path: Path) -> None:

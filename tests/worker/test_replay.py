@@ -19,15 +19,16 @@ from modelworker.worker.cli import main
 from modelworker.worker.client import Client
 from modelworker.worker.client.session import FencedSession
 from modelworker.worker.client.step import StepSampling, build_step
+from modelworker.worker.client.stream_session import StreamSession
 from modelworker.worker.command_replay import find_recordings
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError
-from modelworker.worker.recording import RecordingEngine, StepRecorder, prepare_folder
+from modelworker.worker.recording import RecordedStep, RecordingEngine, StepRecorder, prepare_folder, read_steps
 from modelworker.worker.recording_file import Record, RecordingFile, RecordKind, encode_header
 from modelworker.worker.replay import ReplayReport, replay_files
 from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import Request, Sampling
+from modelworker.worker.scheduler.types import Request, Sampling, SchedulerSettings
 from modelworker.worker.settings import ExecutionSettings, RecordingSettings, WorkerSettings
 from modelworker.worker.wire import parse_step
 from modelworker_testing.checkpoints import save_tiny
@@ -319,6 +320,33 @@ def test_the_command_refuses_a_folder_without_recordings(
     assert capsys.readouterr().err == f"modelworker: error: {tmp_path}: has no recordings (*.steps) in it\n"
     assert command(tmp_path / "none") == 1
     assert "can't be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_pipelined_stream_with_feedback_and_drafts_is_replayed_equal(
+    recorded: Recorded, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recorded requests hold placeholders for tokens that only the engine knew, guesses, and copies of shared blocks."""
+    folder = tmp_path / "steps"
+    flags = ("--num-blocks", "32", "--block-size", "4", "--threads", "1", "--record-steps", str(folder))
+    with worker_process(recorded.model, *flags) as worker, Client(worker.address) as client:
+        for num_drafts, depth in ((0, 2), (2, 1)):
+            session = StreamSession(client, max_unanswered=depth)
+            scheduler = Scheduler(session, SchedulerSettings(num_drafts=num_drafts))
+            for seed in (0, 1):
+                sampling = Sampling(temperature=float(seed))
+                request = Request(prompt_ids=(1, 2, 3, 1, 2, 3, 1), max_tokens=9, sampling=sampling, stop_token_ids=frozenset())
+                scheduler.add_continuations(request, 2)
+            scheduler.run_until_idle(lambda event: None)
+            session.release()
+            session.close()
+    requests = [step.request for file in find_recordings(folder) for step in read_steps(file) if isinstance(step, RecordedStep)]
+    assert any(-1 in request.token_ids for request in requests)
+    assert any(max(request.draft_lens, default=0) > 0 for request in requests)
+    assert any(request.HasField("block_copies") for request in requests)
+    assert command(folder, "--enforce-eager", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["equal"]
+    assert report["num_steps"] == len(requests)
 
 
 def test_what_a_real_worker_served_is_replayed_equal(
