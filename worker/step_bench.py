@@ -183,7 +183,10 @@ def make_batch(case: StepCase, description: WorkerDescription) -> StepBatch:
         read = list(itertools.islice(shared, context_len // block_size))
         written = list(itertools.islice(free, _num_written_blocks(query_len, context_len, block_size)))
         tokens = random.integers(0, description.model.vocab_size, query_len).astype(np.int32)
-        rows.append(CheckRow(token_ids=tokens, context_len=context_len, blocks=np.array(read + written, np.int32)))
+        # A decode of several tokens is one of drafts.
+        draft_len = query_len - 1 if context_len else 0
+        blocks = np.array(read + written, np.int32)
+        rows.append(CheckRow(token_ids=tokens, context_len=context_len, blocks=blocks, draft_len=draft_len))
     return make_check_batch(rows)
 
 

@@ -83,6 +83,11 @@ def test_every_way_that_there_is_is_measured_under_its_own_name(engine: Engine) 
     assert ways() == ["eager"]
 
 
+def test_a_decode_of_several_tokens_is_measured_as_the_drafts_that_it_stands_for(engine: Engine) -> None:
+    batch = make_batch(StepCase(num_sequences=2, query_len=4, context_len=8, chunk=5), engine.description)
+    assert batch.draft_lens.tolist() == [3, 3, 0]
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_the_command_prints_a_row_for_each_step_and_way(tmp_path: Path, capsys: Output, as_json: bool) -> None:
     words = ["bench", "step", "--model", str(save_tiny(tmp_path)), "--enforce-eager", "--batch", "1,2,99", "--context", "8"]
