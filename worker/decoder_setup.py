@@ -96,10 +96,13 @@ def prepare_decoder(
             progress=progress,
         )
         checks, failed = _check(captured, parts, progress)
-        longest = min(
-            parts.max_model_len, settings.step.max_tokens_per_step, (parts.kv_cache.num_blocks - 1) * settings.kv_cache.block_size
+        found, wrong_code = check_compiled(
+            captured.runner,
+            parts.kv_cache,
+            vocab_size=parts.vocab_size,
+            max_model_len=parts.max_model_len,
+            max_tokens=settings.step.max_tokens_per_step,
         )
-        found, wrong_code = check_compiled(captured.runner, parts.kv_cache, vocab_size=parts.vocab_size, max_tokens=longest)
         costs = measure_costs(captured.runner)
     return ReadyDecoder(
         runner=captured.runner,

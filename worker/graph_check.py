@@ -135,6 +135,24 @@ def _samples(captured: Sequence[GraphKey]) -> Iterator[tuple[GraphKey, int]]:
 
 
 def _check(runner: StepRunner, kv_cache: KvCache, key: GraphKey, step: TwinStep) -> ModeCheck:
+    difference, fault = compare_with_plain(runner, kv_cache, step, key, Way(Choice(key, Reason.NONE)))
+    return ModeCheck(mode=key.mode, key=key, difference=difference, bound=BOUND[kv_cache.geometry.dtype], fault=fault)
+
+
+def compare_with_plain(runner: StepRunner, kv_cache: KvCache, step: TwinStep, key: GraphKey, way: Way) -> tuple[float, str]:
+    """Runs a step plainly over its first blocks, then in another way over its second ones.
+
+    Args:
+        runner: of the decoder.
+        kv_cache: that the blocks are of.
+        step: to run.
+        key: whose sizes it is padded to the second time.
+        way: how it is run the second time.
+
+    Returns:
+        the largest difference of a hidden state, key or value in units of their root mean square, NaN where one is; and what is
+        wrong whatever that is, "" where nothing is.
+    """
     first, second = torch.from_numpy(step.first_blocks).long(), torch.from_numpy(step.second_blocks).long()
     caches = [cache for layer in kv_cache.layers for cache in layer]
     with _one_thread():
@@ -149,7 +167,7 @@ def _check(runner: StepRunner, kv_cache: KvCache, key: GraphKey, step: TwinStep)
             # What the plain run leaves must not help a graph that reads a table of before.
             cache[first] = _CANARY
             cache[canaries] = _CANARY
-    (actual,) = runner.replay(key, runner.stage(step.second, key))
+    (actual,) = runner.run(runner.stage(step.second, key), way)
     with _one_thread():
         differences = [relative_difference(actual[: step.second.num_tokens], expected)]
         differences += [relative_difference(cache[second], stored) for cache, stored in zip(caches, expected_caches, strict=True)]
@@ -159,8 +177,7 @@ def _check(runner: StepRunner, kv_cache: KvCache, key: GraphKey, step: TwinStep)
     if not is_confined:
         fault = "keys or values were written outside of the step's slots"
     # A NaN anywhere must not get lost in a maximum.
-    difference = float(np.max(differences))
-    return ModeCheck(mode=key.mode, key=key, difference=difference, bound=BOUND[kv_cache.geometry.dtype], fault=fault)
+    return float(np.max(differences)), fault
 
 
 @contextmanager

@@ -116,10 +116,7 @@ class StepRunner:
             way: how it is run.
         """
         choice = way.choice
-        if choice.key is not None:
-            outputs = self.replay(choice.key, inputs)
-        else:
-            outputs = self._plain(*inputs) if way.is_plain else self._without_graph(*inputs)
+        outputs = self.run(inputs, way)
         execution = GraphExecution(
             mode=GRAPH_MODES[choice.mode],
             padded_tokens=len(inputs.token_ids),
@@ -128,6 +125,12 @@ class StepRunner:
             fallback_reason=choice.reason.value,
         )
         return DecodedStep(outputs[0][: batch.num_tokens], execution)
+
+    def run(self, inputs: StepInputs, way: Way) -> Sequence[Tensor]:
+        """Hot path: runs the decoder over staged inputs. What it returns has a row for each padded token, too."""
+        if way.choice.key is not None:
+            return self.replay(way.choice.key, inputs)
+        return self._plain(*inputs) if way.is_plain else self._without_graph(*inputs)
 
     def replay(self, key: GraphKey, inputs: StepInputs) -> Sequence[Tensor]:
         """Hot path: runs the graph of a key over what `stage` or `stage_blank` returned for it.
