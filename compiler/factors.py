@@ -34,7 +34,8 @@ def collect_factors(model: ModelSource, settings: CompileSettings, passes: Itera
     """
     passes = tuple(passes)
     devices = {tensor.device for tensor in model.bound.values()} | {step_input.device for step_input in model.inputs.values()}
-    inputs = {name: [[*given.shape], str(given.dtype), str(given.device)] for name, given in model.inputs.items()}
+    # In their order: the code binds them by position.
+    inputs = [[name, [*given.shape], str(given.dtype), str(given.device)] for name, given in model.inputs.items()]
     files = {*model.sources, *Path(__file__).parent.glob("*.py"), *(Path(one.apply.__code__.co_filename) for one in passes)}
     return {
         "versions": _versions(),

@@ -25,6 +25,7 @@ from modelworker.worker.step_buffers import RunDecoder, StepInputs
 
 _FIRST_PARTIES = ("torch", "modelworker", "builtins", "abc", "typing")
 _FOLDERS_TRACED = ("ops", "worker/models")
+_FILES_TRACED = ("worker/compiled_decoder.py", "worker/step_buffers.py")
 
 
 class DecoderStage(NamedTuple):
@@ -173,9 +174,8 @@ def _cache_tensors(kv_cache: KvCache) -> dict[str, Tensor]:
 def _traced_files(model: nn.Module) -> tuple[Path, ...]:
     """The code that is traced, or that defines ops, that of plug-ins included."""
     root = Path(__file__).resolve().parent.parent
-    files: Sequence[Path] = [
-        path for folder in _FOLDERS_TRACED for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")
-    ]
+    files = [path for folder in _FOLDERS_TRACED for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    files += [root / name for name in _FILES_TRACED]
     classes = {base for module in model.modules() for base in type(module).__mro__}
     others = {base for base in classes if base.__module__.partition(".")[0] not in _FIRST_PARTIES}
     packages = {Path(inspect.getfile(base)).parent if "." in base.__module__ else Path(inspect.getfile(base)) for base in others}

@@ -268,6 +268,11 @@ def test_another_model_has_another_key(changes: dict[str, Any]) -> None:
     assert _key(_changed(**changes)) != _key()
 
 
+def test_the_order_of_inputs_is_part_of_the_key_for_they_are_bound_by_position() -> None:
+    x, y = (StepInput(("num_tokens", 8), torch.float32) for _ in range(2))
+    assert _key(_changed(inputs={"x": x, "y": y})) != _key(_changed(inputs={"y": y, "x": x}))
+
+
 def test_weights_that_are_one_tensor_are_another_model_than_weights_that_are_two() -> None:
     tied, untied = {"a": WEIGHT, "b": WEIGHT}, {"a": WEIGHT, "b": WEIGHT.clone()}
     assert _key(_changed(bound=tied)) != _key(_changed(bound=untied))
