@@ -103,8 +103,8 @@ def _load(
     if isinstance(found, Artifact):
         try:
             compiled = _link(found, model, settings)
-        except ImportError as error:
-            found = Miss("damaged", f"{cache.directory}: a kernel can't be loaded: {error}")
+        except Exception as error:  # Whatever it is that a kernel or code does when it is loaded.
+            found = Miss("damaged", f"{cache.directory}: what was compiled can't be loaded: {type(error).__name__}: {error}")
         else:
             counters.increment("cache_hits")
             _logger.info("loaded compiled code from %s in %.2f s", cache.directory, time.monotonic() - started)

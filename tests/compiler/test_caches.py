@@ -1,6 +1,8 @@
 """Compiled models on disk: what is used again, what is not, and what is said of it."""
 
 import dataclasses
+import hashlib
+import io
 import logging
 import os
 import shutil
@@ -8,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,11 +128,54 @@ def _symbolic(path: Path) -> None:
     path.symlink_to(path.with_suffix(".elsewhere"))
 
 
+def _rewritten(**changes: bytes | None) -> Callable[[Path], None]:
+    """Changes parts of an artifact, or leaves them out, and makes its digest right again."""
+
+    def rewrite(path: Path) -> None:
+        data = path.read_bytes()
+        start = data.index(b"\n") + 1
+        with zipfile.ZipFile(io.BytesIO(data[start + 64 :])) as archive:
+            parts: dict[str, bytes | None] = {name: archive.read(name) for name in archive.namelist()}
+        payload = io.BytesIO()
+        with zipfile.ZipFile(payload, "w") as archive:
+            for name, content in (parts | {_PARTS.get(name, name): content for name, content in changes.items()}).items():
+                if content is not None:
+                    archive.writestr(name, content)
+        _with_digest(path, payload.getvalue())
+
+    return rewrite
+
+
+def _with_digest(path: Path, payload: bytes) -> None:
+    path.write_bytes(MAGIC + hashlib.sha256(payload).hexdigest().encode() + payload)
+
+
+MAGIC = b"modelworker compiled model 1\n"
+_PARTS = {
+    "program": "program.json",
+    "factors": "factors.json",
+    "code": "pieces/0/code.py",
+    "plain": "pieces/0/plain.py",
+    "kernel": "pieces/0/kernels/kernel",
+}
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit flipped": (_flip, "damaged"),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
     "emptied": (lambda path: path.write_bytes(b""), "damaged"),
     "replaced": (lambda path: path.write_bytes(b"\x80\x04" + b"x" * 1000), "damaged"),
+    "replaced, digest and all": (lambda path: _with_digest(path, b"no archive"), "damaged"),
+    "without its program": (_rewritten(program=None), "damaged"),
+    "without its factors": (_rewritten(factors=None), "damaged"),
+    "with a program that is no JSON": (_rewritten(program=b"{"), "damaged"),
+    "with a program of other JSON": (_rewritten(program=b"[]"), "damaged"),
+    "with a program that is no text": (_rewritten(program=b"\xff"), "damaged"),
+    "without its code": (_rewritten(code=None), "damaged"),
+    "with code that is no Python": (_rewritten(code=b"def"), "damaged"),
+    "with code of nothing to call": (_rewritten(code=b"x = 1"), "damaged"),
+    "with code that fails": (_rewritten(code=b"import torch\ntorch.no_such_function"), "damaged"),
+    "with code that needs what the system lacks": (_rewritten(code=b"raise OSError(24, 'too many open files')"), "damaged"),
+    "with plain code that is no Python": (_rewritten(plain=b"def"), "damaged"),
+    "with a kernel that is no library": (_rewritten(kernel=b"text"), "damaged"),
     "removed": (lambda path: path.unlink(), "absent"),
     "made writable for the group": (lambda path: path.chmod(0o660), "untrusted"),
     "made writable for all": (lambda path: path.chmod(0o602), "untrusted"),
