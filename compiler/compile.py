@@ -50,13 +50,20 @@ def compile_model(
 
     Raises:
         NoCompilerError: the machine lacks a working compiler.
-        CompileError: the model can't be compiled. Its message names the place in the model's code where there is one.
+        CompileError: the model can't be compiled, or what it was compiled to can't be loaded. Its message names the place in the model's code where there is one.
     """
     factors = collect_factors(model, settings, passes)
     compiled = None if cache is None else _load(cache, factors, model, settings, counters)
     if compiled is None:
-        artifact = _compile(model, settings, passes, cache, counters, advance)
-        compiled = _link(artifact, model, settings)
+        try:
+            artifact = _compile(model, settings, passes, cache, counters, advance)
+            compiled = _link(artifact, model, settings)
+        except CompileError:
+            raise
+        except Exception as error:
+            # Inductor, its compilers, a graph pass, the loader, a full disk: none of them is a reason not to serve.
+            _logger.warning("compiling failed", exc_info=True)
+            raise CompileError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
         if cache is not None:
             _store(cache, artifact, factors, counters)
     counters.increment("pieces", len(compiled.pieces))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from modelworker.compiler import compile as compile_module
 from modelworker.worker.batch import GraphMode
 from modelworker.worker.client import Client
 from modelworker.worker.counters import Counters
@@ -145,6 +146,22 @@ def test_where_only_the_pieces_can_not_be_compiled_full_graphs_still_serve_decod
         assert (execution.optimization_level, execution.graph_mode) == (0, "FULL_DECODE_ONLY")
         assert {size.mode for size in execution.captured} == {GraphMode.FULL}
         assert counters.snapshot()['degradations_total{reason="compile_failed"}'] == 1
+
+
+def test_where_what_was_compiled_can_not_be_loaded_plain_modules_serve_and_the_reason_is_said(
+    model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_code: object) -> object:
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(compile_module, "load_code", fail)
+    counters = Counters()
+    with worker_on(model, share_kernels(tmp_path / "cache"), counters) as engine:
+        assert generate(engine)[0] == expected
+        assert reasons(engine) == ["compile_failed"]
+        assert "too many open files" in engine.description.degradations[0].message
+        assert engine.description.execution.optimization_level == 0
+    assert counters.snapshot()['degradations_total{reason="compile_failed"}'] == 1
 
 
 def test_a_cache_that_was_moved_is_used(
