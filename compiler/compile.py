@@ -50,7 +50,7 @@ def compile_model(
 
     Raises:
         NoCompilerError: the machine lacks a working compiler.
-        CompileError: the model can't be compiled, or what it was compiled to can't be loaded. Its message names the place in the model's code where there is one.
+        CompileError: the model can't be compiled, or the result not be loaded. Its message names the place in the model's code where there is one.
     """
     factors = collect_factors(model, settings, passes)
     compiled = None if cache is None else _load(cache, factors, model, settings, counters)

@@ -1,4 +1,4 @@
-"""Whatever fails while a model is compiled or loaded, the caller gets the one error that it can go on without compiled code after."""
+"""Whatever fails while a model is compiled or loaded, the caller gets the one error that says so."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ def test_a_kernel_that_the_system_has_no_memory_for_is_a_compile_error_and_is_no
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "memfd_create", failing(OSError(errno.EMFILE, "too many open files")))
-    with pytest.raises(CompileError, match="OSError: .*too many open files") as caught:
+    with pytest.raises(CompileError, match=r"OSError: .*too many open files") as caught:
         compile_to(tmp_path)
     assert isinstance(caught.value.__cause__, OSError)
     assert list((tmp_path / "cache").glob("*.artifact")) == []
