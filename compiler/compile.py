@@ -50,13 +50,14 @@ def compile_model(
 
     Raises:
         NoCompilerError: the machine lacks a working compiler.
-        CompileError: the model can't be compiled, or the result not be loaded. Its message names the place in the model's code where there is one.
+        CompileError: the model can't be compiled, or the result can't be loaded. The message names the place in the model's code
+            where there is one.
     """
     factors = collect_factors(model, settings, passes)
     compiled = None if cache is None else _load(cache, factors, model, settings, counters)
     if compiled is None:
         try:
-            artifact = _compile(model, settings, passes, cache, counters, advance)
+            artifact = _compile(model, settings, passes, counters, advance)
             compiled = _link(artifact, model, settings)
         except CompileError:
             raise
@@ -74,7 +75,6 @@ def _compile(
     model: ModelSource,
     settings: CompileSettings,
     passes: Sequence[GraphPass],
-    cache: ArtifactCache | None,
     counters: CompileCounters,
     advance: Callable[[int, int], None],
 ) -> Artifact:
@@ -88,8 +88,7 @@ def _compile(
     if settings.backend == "eager":
         written: Artifact = pipeline.write_pieces(program, pieces)
         return written
-    directory = None if cache is None else cache.work_directory()
-    artifact: Artifact = pipeline.compile_pieces(model, program, pieces, settings, passes, counters, directory, advance)
+    artifact: Artifact = pipeline.compile_pieces(model, program, pieces, settings, passes, counters, advance)
     _logger.info("compiled %d unique pieces in %.1f s", len(pieces), time.monotonic() - started)
     return artifact
 

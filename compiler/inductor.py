@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -163,16 +162,17 @@ def _check_signature(graph: fx.GraphModule, num_inputs: int, num_outputs: int) -
 
 
 @contextlib.contextmanager
-def compiling(directory: Path | None, partition_at: Sequence[str] = ()) -> Iterator[None]:
-    """Lets Inductor keep its files in a directory, and tells it what it would find out in child processes.
+def compiling(partition_at: Sequence[str] = ()) -> Iterator[None]:
+    """Lets Inductor keep its files in a private directory meanwhile, and tells it what it would find out in child processes.
+
+    Inductor runs the shared objects that it finds. What a warm start needs of them is in the artifact, whose digest is verified.
 
     Args:
-        directory: for compiled kernels, by their content; None: a temporary one.
         partition_at: ops at which Inductor is to divide its code into functions.
     """
     with contextlib.ExitStack() as stack:
-        work = directory or Path(stack.enter_context(TemporaryDirectory(prefix="modelworker-compile-")))
-        stack.enter_context(_environment(TORCHINDUCTOR_CACHE_DIR=str(work)))
+        directory = stack.enter_context(TemporaryDirectory(prefix="modelworker-compile-"))
+        stack.enter_context(_environment(TORCHINDUCTOR_CACHE_DIR=directory))
         stack.enter_context(_known_vector_instructions())
         if partition_at:
             stack.enter_context(_partition_on_any_device())
