@@ -6,7 +6,7 @@ Triton keeps a folder for every kernel and configuration, and in each a file tha
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 _DIRECTORY = "TRITON_CACHE_DIR"
@@ -25,7 +25,14 @@ def collect_triton_files(directory: Path) -> dict[str, bytes]:
 
 
 def restore_triton_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Writes collected files below another directory."""
+    """Writes collected files below another directory.
+
+    Raises:
+        ValueError: a name leads out of it; nothing is written then.
+    """
+    for name in files:
+        if not PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"a kernel's file is named {name!r}, which is no place below its directory")
     for name, content in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
