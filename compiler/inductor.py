@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +22,9 @@ from torch._inductor.utils import clear_caches, set_customized_partition_wrapper
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from modelworker.compiler.assemble import UniquePiece
+from modelworker.compiler.environment import environment
 from modelworker.compiler.errors import CompileError, NoCompilerError
-from modelworker.compiler.generated_code import GeneratedCode, extract_code
+from modelworker.compiler.generated_code import GeneratedCode, data_pointer_told, extract_code
 from modelworker.compiler.piece import FakeInputs
 from modelworker.compiler.settings import CompileSettings
 
@@ -172,7 +172,9 @@ def compiling(partition_at: Sequence[str] = ()) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(TemporaryDirectory(prefix="modelworker-compile-"))
-        stack.enter_context(_environment(TORCHINDUCTOR_CACHE_DIR=directory))
+        stack.enter_context(environment(TORCHINDUCTOR_CACHE_DIR=directory))
+        # Inductor sets it for good.
+        stack.enter_context(data_pointer_told())
         stack.enter_context(_known_vector_instructions())
         if partition_at:
             stack.enter_context(_partition_on_any_device())
@@ -180,20 +182,6 @@ def compiling(partition_at: Sequence[str] = ()) -> Iterator[None]:
         clear_caches()
         stack.callback(clear_caches)
         yield
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -4,10 +4,11 @@ Triton keeps a folder for every kernel and configuration, and in each a file tha
 """
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+
+from modelworker.compiler.environment import environment
 
 _DIRECTORY = "TRITON_CACHE_DIR"
 _GROUP_PREFIX = "__grp__"
@@ -46,17 +47,10 @@ def triton_directory(files: Mapping[str, bytes] | None = None) -> Iterator[Path]
     Args:
         files: that it finds there.
     """
-    before = os.environ.get(_DIRECTORY)
     with TemporaryDirectory(prefix="modelworker-triton-") as name:
         restore_triton_files(files or {}, Path(name))
-        os.environ[_DIRECTORY] = name
-        try:
+        with environment(**{_DIRECTORY: name}):
             yield Path(name)
-        finally:
-            if before is None:
-                del os.environ[_DIRECTORY]
-            else:
-                os.environ[_DIRECTORY] = before
 
 
 def _replaced(path: Path, content: bytes, old: bytes, new: bytes) -> bytes:
