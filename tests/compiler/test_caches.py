@@ -5,6 +5,7 @@ import hashlib
 import io
 import logging
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -13,8 +14,10 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,16 +67,18 @@ WARM = {"cache_hits": 1, "pieces": 1, "dynamo": 0, "inductor": 0}
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the product; tests copy it."""
+    """A cache that holds the product; tests have it moved to another place."""
     directory = tmp_path_factory.mktemp("caches") / "filled"
     assert start(directory) == COLD
     return directory
 
 
 @pytest.fixture
-def cache(filled: Path, tmp_path: Path) -> Path:
-    """A copy of it in another place."""
-    return Path(shutil.copytree(filled, tmp_path / "moved"))
+def cache(filled: Path, tmp_path: Path) -> Iterator[Path]:
+    """It in another place; where it was is nothing, so that nothing can be found there by an absolute path."""
+    original = filled.rename(filled.with_name("original"))
+    yield Path(shutil.copytree(original, tmp_path / "moved"))
+    original.rename(filled)
 
 
 def artifact_in(directory: Path) -> Path:
@@ -85,8 +90,9 @@ def test_a_second_start_compiles_and_traces_nothing(filled: Path) -> None:
     assert start(filled) == WARM
 
 
-def test_a_cache_may_be_moved(cache: Path) -> None:
+def test_a_cache_may_be_moved(filled: Path, cache: Path) -> None:
     assert start(cache) == WARM
+    assert not filled.exists()
 
 
 def test_a_start_on_compiled_code_loads_neither_dynamo_nor_inductor(cache: Path) -> None:
@@ -417,6 +423,28 @@ def test_the_number_of_threads_and_what_steers_the_compilers_are_part_of_the_key
     finally:
         torch.set_num_threads(threads)
     assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "found"),
+    [
+        (torch, "__version__", "2.99.0"),
+        (torch.version, "git_version", "another build of the same version"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "AVX7"),
+        (platform, "machine", lambda: "riscv64"),
+        (metadata, "version", lambda _name: "9.9"),
+        (sys, "implementation", SimpleNamespace(cache_tag="cpython-399")),
+    ],
+    ids=["torch", "git", "CPU capability", "machine", "triton", "python"],
+)
+def test_another_version_or_another_cpu_has_another_key(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, found: object
+) -> None:
+    key = _key()
+    monkeypatch.setattr(owner, name, found)
+    assert _key() != key
+    monkeypatch.undo()
+    assert _key() == key
 
 
 VERSIONS = """

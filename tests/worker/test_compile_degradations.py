@@ -104,7 +104,7 @@ def share_kernels(cache: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def filled_cache(model: Path, expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds what a worker compiled; tests copy it."""
+    """A cache that holds what a worker compiled; tests have it moved to another place."""
     cache = share_kernels(tmp_path_factory.mktemp("caches") / "filled")
     with worker_on(model, cache) as engine:
         assert generate(engine)[0] == expected
@@ -113,9 +113,11 @@ def filled_cache(model: Path, expected: list[list[int]], tmp_path_factory: pytes
 
 
 @pytest.fixture
-def cache(filled_cache: Path, tmp_path: Path) -> Path:
-    """A copy in another place."""
-    return Path(shutil.copytree(filled_cache, tmp_path / "moved", symlinks=True))
+def cache(filled_cache: Path, tmp_path: Path) -> Iterator[Path]:
+    """It in another place; where it was is nothing, so that nothing can be found there by an absolute path."""
+    original = filled_cache.rename(filled_cache.with_name("original"))
+    yield Path(shutil.copytree(original, tmp_path / "moved", symlinks=True))
+    original.rename(filled_cache)
 
 
 def test_without_a_compiler_and_with_an_empty_cache_plain_modules_serve_and_what_is_missing_is_said(
