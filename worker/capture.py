@@ -163,7 +163,7 @@ def _programs(
 
 def _piecewise(compiled: CompiledDecoder, *, records: bool) -> PiecewiseGraphs:
     stages = [
-        Stage(name=stage.name, run=stage.run, arguments=stage.reads, results=stage.writes, is_piece=stage.is_piece)
+        Stage(name=stage.name, run=stage.run, arguments=stage.inputs, results=stage.outputs, is_piece=stage.is_piece)
         for stage in (compiled.plain_stages if records else compiled.stages)
     ]
     return PiecewiseGraphs(stages, num_inputs=len(StepInputs._fields), bound=compiled.bound, outputs=compiled.outputs)

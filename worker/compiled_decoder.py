@@ -1,10 +1,9 @@
 """The decoder in compiled pieces, with attention between them."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from modelworker.compiler.cache import ArtifactCache
 from modelworker.compiler.compile import compile_model
 from modelworker.compiler.counters import CompileCounters
-from modelworker.compiler.model import CompiledModel, Piece
+from modelworker.compiler.model import CompiledModel, Piece, SplittingOp
 from modelworker.compiler.model_source import ModelSource
 from modelworker.compiler.program import StepInput
 from modelworker.compiler.settings import CompileSettings
@@ -28,31 +27,13 @@ _FOLDERS_TRACED = ("ops", "worker/models")
 _FILES_TRACED = ("worker/compiled_decoder.py", "worker/step_buffers.py")
 
 
-class DecoderStage(NamedTuple):
-    """A part of the decoder; tensors pass between stages in numbered slots.
-
-    Attributes:
-        name: for messages.
-        run: takes the tensors of the slots in `reads`, in a list that it may empty, and returns those of `writes`.
-        reads: slots.
-        writes: slots.
-        is_piece: whether it is a piece; else it is an op at which the decoder is split.
-    """
-
-    name: str
-    run: Callable[[list[Tensor]], Sequence[Tensor]]
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    is_piece: bool
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledDecoder:
     """A decoder that was traced once and split at attention.
 
     Attributes:
         run: computes a step without graphs.
-        stages: with the code that `run` uses. The first slots hold the step's inputs, those that follow `bound`.
+        stages: with the code that `run` uses; tensors pass between them in numbered slots. The first hold the step's inputs, those that follow `bound`.
         plain_stages: the same stages, whose pieces call their ops one by one, so that a recorder sees them.
         bound: what is the same in every step: weights, tables and the KV cache.
         outputs: slots that hold at the end what the decoder returns.
@@ -60,8 +41,8 @@ class CompiledDecoder:
     """
 
     run: RunDecoder
-    stages: tuple[DecoderStage, ...]
-    plain_stages: tuple[DecoderStage, ...]
+    stages: tuple[Piece | SplittingOp, ...]
+    plain_stages: tuple[Piece | SplittingOp, ...]
     bound: tuple[Tensor, ...]
     outputs: tuple[int, ...]
     has_generated_code: bool
@@ -132,8 +113,8 @@ def compile_decoder(
         compiled = compile_model(source, settings, counters=counters, cache=cache, advance=lambda _done, _total: advance(1))
     return CompiledDecoder(
         run=_run_of(compiled),
-        stages=_stages_of(compiled),
-        plain_stages=_stages_of(compiled.plain()),
+        stages=compiled.stages,
+        plain_stages=compiled.plain().stages,
         bound=compiled.bound,
         outputs=compiled.program.outputs,
         has_generated_code=settings.backend != "eager",
@@ -147,15 +128,6 @@ def _run_of(model: CompiledModel) -> RunDecoder:
         return (hidden_states,)
 
     return run
-
-
-def _stages_of(model: CompiledModel) -> tuple[DecoderStage, ...]:
-    return tuple(
-        DecoderStage(f"piece {stage.index}", stage.run, stage.inputs, stage.outputs, True)
-        if isinstance(stage, Piece)
-        else DecoderStage(stage.name, stage.run, stage.inputs, stage.outputs, False)
-        for stage in model.stages
-    )
 
 
 def _bound_tensors(model: nn.Module, kv_cache: KvCache) -> dict[str, Tensor]:
