@@ -60,7 +60,7 @@ def check_compiled(
     if not faults and worst <= bound:
         return (f"compiled pieces and plain modules agree: {found}",), ()
     message = f"compiled pieces and plain modules do not agree: {found}: plain modules are served"
-    runner.disable_compiled()
+    runner.disable(RuntimeMode.NONE, Reason.FAILED_SELF_CHECK)
     return (message,), (Degradation(reason="compiled_failed_self_check", message=message),)
 
 

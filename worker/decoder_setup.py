@@ -106,7 +106,8 @@ def prepare_decoder(
         costs = measure_costs(captured.runner)
     return ReadyDecoder(
         runner=captured.runner,
-        optimization_level=plan.optimization_level,
+        # Where generated code failed its check, none is served.
+        optimization_level=0 if wrong_code and not captured.runner.compiled_modes else plan.optimization_level,
         graph_mode=captured.runner.dispatcher.served_mode.value,
         captured=costs,
         findings=(*found, *map(str, checks), *captured.findings),

@@ -142,13 +142,11 @@ class StepRunner:
             raise UnknownKeyError(f"nothing is captured, so there is no graph for {key}")
         return self.graphs.run(key, inputs)
 
-    def disable_compiled(self) -> None:
-        """Lets plain modules run what has no graph."""
-        self._without_graph = self._plain
-        self.compiled_modes -= {RuntimeMode.NONE}
-
     def disable(self, mode: RuntimeMode, reason: Reason) -> None:
-        """Takes a mode out of service and frees its graphs."""
+        """Takes a mode out of service and frees its graphs. Mode NONE is the compiled pieces: plain modules run in their place."""
         self.dispatcher.disable(mode, reason)
-        if self.graphs is not None:
+        self.compiled_modes -= {mode}
+        if mode is RuntimeMode.NONE:
+            self._without_graph = self._plain
+        elif self.graphs is not None:
             self.graphs.drop(mode)
