@@ -38,13 +38,13 @@ class Captured:
 
     Attributes:
         runner: runs it.
-        report: what capturing came to; None: nothing was captured.
+        num_bytes: memory that all graphs together take.
         findings: for people.
         degradations: modes that could not be captured.
     """
 
     runner: StepRunner
-    report: CaptureReport | None
+    num_bytes: int
     findings: tuple[str, ...]
     degradations: tuple[Degradation, ...]
 
@@ -115,17 +115,15 @@ def capture_decoder(
         compiled_modes=_compiled_modes(compiled, device),
     )
     if graphs is None or not dispatcher.keys:
-        return Captured(runner=runner, report=None, findings=(), degradations=())
+        return Captured(runner=runner, num_bytes=0, findings=(), degradations=())
     with progress.stage("capturing graphs", total=len(dispatcher.keys), unit="graphs") as advance, recorded_forms(model):
         report = _capture(graphs, runner, advance)
-    findings = [
-        f"{len(report.captured)} graphs were captured in {report.seconds:.1f} s and take {report.num_bytes / 2**20:.1f} MiB"
-    ]
+    findings = [f"{len(report.captured)} graphs were captured in {report.seconds:.1f} s"]
     for gap in gaps(settings):
         _logger.warning("%s: they run slower", gap)
         findings.append(str(gap))
     failures = tuple(Degradation(reason="capture_failed", message=str(failure)) for failure in report.failures)
-    return Captured(runner=runner, report=report, findings=tuple(findings), degradations=failures)
+    return Captured(runner=runner, num_bytes=report.num_bytes, findings=tuple(findings), degradations=failures)
 
 
 def _capture(graphs: GraphSet, runner: StepRunner, advance: Callable[[int], None]) -> CaptureReport:

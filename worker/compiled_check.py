@@ -8,8 +8,9 @@ import numpy as np
 from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey, make_key
+from modelworker.worker.check_reference import STRAY_WRITE, CheckReference
 from modelworker.worker.description import Degradation
-from modelworker.worker.graph_check import BOUND, compare_with_plain
+from modelworker.worker.graph_check import BOUND
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.step_runner import StepRunner, Way
 from modelworker.worker.twin_steps import StepMaker
@@ -52,10 +53,14 @@ def check_compiled(
     faults = []
     for key, num_tokens in _samples(max_tokens, max_sequences):
         step = maker.make(key, num_tokens)
-        if step is not None:
-            difference, fault = compare_with_plain(runner, kv_cache, step, key, Way(Choice(None, Reason.NONE)))
-            worst = max(worst, math.inf if math.isnan(difference) else difference)
-            faults += [fault] if fault else []
+        if step is None:
+            continue
+        reference, rows = CheckReference(runner, kv_cache, step), range(len(step.rows))
+        reference.run_plain(rows)
+        difference, fault = reference.compare(key, rows, Way(Choice(None, Reason.NONE)))
+        worst = max(worst, math.inf if math.isnan(difference) else difference)
+        if fault or reference.has_stray_writes():
+            faults.append(fault or STRAY_WRITE)
     found = faults[0] if faults else f"{worst:.1e} of the mean, bound {bound:g}"
     if not faults and worst <= bound:
         return (f"compiled pieces and plain modules agree: {found}",), ()

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.progress import Progress
-from modelworker.worker.step_buffers import RunDecoder, StepInputs
+from modelworker.worker.step_buffers import RunDecoder, StepBuffers, StepInputs
 
 _FIRST_PARTIES = ("torch", "modelworker", "builtins", "abc", "typing")
 _FOLDERS_TRACED = ("ops", "worker/models")
@@ -51,8 +51,8 @@ class CompiledDecoder:
 def decoder_source(
     model: CausalLM,
     kv_cache: KvCache,
+    buffers: StepBuffers,
     *,
-    max_blocks: int,
     device: torch.device,
     kernels: CpuLibrary | None,
     identity: Mapping[str, str],
@@ -62,7 +62,7 @@ def decoder_source(
     Args:
         model: with its weights.
         kv_cache: that it writes to.
-        max_blocks: of a block table.
+        buffers: of its inputs, whose sizes no step exceeds.
         device: where it computes.
         kernels: of the CPU.
         identity: what decides, beside shapes and dtypes, what it computes.
@@ -81,11 +81,16 @@ def decoder_source(
         "slots": step_input(torch.int64, "num_tokens"),
         "query_starts": step_input(torch.int32, "num_sequences + 1"),
         "seq_lens": step_input(torch.int32, "num_sequences"),
-        "block_tables": step_input(torch.int32, "num_sequences", max_blocks),
+        "block_tables": step_input(torch.int32, "num_sequences", buffers.max_blocks),
     }
     return ModelSource(
         function=decode,
         inputs=inputs,
+        max_sizes={
+            "num_tokens": buffers.max_tokens,
+            "num_sequences": buffers.max_sequences,
+            "num_sequences + 1": buffers.max_sequences + 1,
+        },
         bound=_bound_tensors(model, kv_cache),
         splitting_ops=splitting_ops(kernels),
         op_namespaces=("modelworker",) if kernels is None else ("modelworker", kernels.level.namespace),
@@ -109,6 +114,9 @@ def compile_decoder(
     Raises:
         CompileError: it can't be compiled.
     """
+    if settings.partition == "inductor":
+        # The code of the one piece that there is reads the cache.
+        source = replace(source, any_length=frozenset())
     with progress.stage("compiling") as advance:
         compiled = compile_model(source, settings, counters=counters, cache=cache, advance=lambda _done, _total: advance(1))
     return CompiledDecoder(

@@ -146,9 +146,10 @@ def _failure(row: int, sampled: bool) -> SequenceFailure:
 
 def _tainted_blocks(batch: StepBatch, rows: Sequence[int], block_size: int) -> Int32Array:
     """Returns the blocks of failed rows, ascending: those read too, for the fault may have come from there."""
+    if not rows:
+        return np.zeros(0, np.int32)
     used = -(-batch.seq_lens // block_size)
-    blocks = [batch.block_tables[row, : used[row]] for row in rows]
-    return np.unique(np.concatenate(blocks)) if blocks else np.zeros(0, np.int32)
+    return np.unique(np.concatenate([batch.block_tables[row, : used[row]] for row in rows]))
 
 
 def _assemble_logprobs(

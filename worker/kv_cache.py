@@ -47,7 +47,7 @@ def choose_num_blocks(settings: KvCacheSettings, geometry: KvCacheGeometry, *, m
         settings: the first that is given of num_blocks, memory and fraction decides.
         geometry: of the cache.
         max_model_len: a sequence of this length must fit.
-        free_bytes: memory that is free on the device once the model is loaded.
+        free_bytes: memory that is free on the device once the model is loaded, without what graphs will take.
 
     Raises:
         SettingsError: the cache would be larger than the free memory, or hold less than one sequence.
@@ -57,8 +57,8 @@ def choose_num_blocks(settings: KvCacheSettings, geometry: KvCacheGeometry, *, m
     elif settings.kv_cache_memory is not None:
         num_blocks, source = settings.kv_cache_memory // geometry.bytes_per_block, f"--kv-cache-memory {settings.kv_cache_memory}"
     else:
-        num_blocks = int(free_bytes * settings.kv_cache_fraction) // geometry.bytes_per_block
-        source = f"--kv-cache-fraction {settings.kv_cache_fraction:g} of {free_bytes} free bytes"
+        num_blocks = int(max(free_bytes, 0) * settings.kv_cache_fraction) // geometry.bytes_per_block
+        source = f"--kv-cache-fraction {settings.kv_cache_fraction:g} of {max(free_bytes, 0)} free bytes"
     needed = -(-max_model_len // geometry.block_size) + 1
     if num_blocks < needed:
         raise SettingsError(
@@ -68,7 +68,8 @@ def choose_num_blocks(settings: KvCacheSettings, geometry: KvCacheGeometry, *, m
         )
     if num_blocks * geometry.bytes_per_block > free_bytes:
         raise SettingsError(
-            f"{source} needs {num_blocks * geometry.bytes_per_block} bytes for the KV cache, but only {free_bytes} are free"
+            f"{source} needs {num_blocks * geometry.bytes_per_block} bytes for the KV cache, but only {max(free_bytes, 0)} "
+            "are free for it"
         )
     return num_blocks
 

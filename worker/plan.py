@@ -189,19 +189,27 @@ def step_bytes(settings: StepSettings, config: ModelConfig, *, dtype: torch.dtyp
     The largest is one of `max_tokens_per_step` new tokens, a sequence of `max_model_len`, and `max_sequences` sampled rows.
     """
     tokens, rows = settings.max_tokens_per_step, min(settings.max_sequences, settings.max_tokens_per_step)
-    item = dtype.itemsize
-    # Residual, input and output in the model's type; the norm's sum, its square and its result in fp32.
-    stream = tokens * config.hidden_size * (3 * item + 12)
-    # gate | up, the same in fp32, silu(gate), the product, and that rounded.
-    mlp = tokens * config.intermediate_size * (3 * item + 16)
-    heads = config.num_heads + 2 * config.num_kv_heads
-    projected = tokens * config.head_dim * (heads * (item + 12) + config.num_heads * item)
-    cached = 2 * config.num_kv_heads * config.head_dim * (2 * item + 4)
+    cached = 2 * config.num_kv_heads * config.head_dim * (2 * dtype.itemsize + 4)
     scores = min(tokens, _QUERIES_AT_ONCE) * config.num_heads * _BYTES_PER_SCORE
     prefill = min(max_model_len, _TOKENS_AT_ONCE) * (cached + scores)
     decode = min(_DECODED_TOKENS_AT_ONCE, rows * max_model_len) * (cached + config.num_heads * _BYTES_PER_SCORE)
-    sampling = rows * config.vocab_size * _BYTES_PER_LOGIT
-    return stream + max(mlp, projected + max(prefill, decode), sampling)
+    sampling = _stream_bytes(tokens, config, dtype) + rows * config.vocab_size * _BYTES_PER_LOGIT
+    return max(activation_bytes(tokens, config, dtype=dtype, attention_bytes=max(prefill, decode)), sampling)
+
+
+def activation_bytes(num_tokens: int, config: ModelConfig, *, dtype: torch.dtype, attention_bytes: int = 0) -> int:
+    """Estimates, rather too high than too low, what a layer holds at once, with what its attention takes beside it."""
+    item = dtype.itemsize
+    # gate | up, the same in fp32, silu(gate), the product, and that rounded.
+    mlp = num_tokens * config.intermediate_size * (3 * item + 16)
+    heads = config.num_heads + 2 * config.num_kv_heads
+    projected = num_tokens * config.head_dim * (heads * (item + 12) + config.num_heads * item)
+    return _stream_bytes(num_tokens, config, dtype) + max(mlp, projected + attention_bytes)
+
+
+def _stream_bytes(num_tokens: int, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Residual, input and output in the model's type; the norm's sum, its square and its result in fp32."""
+    return num_tokens * config.hidden_size * (3 * dtype.itemsize + 12)
 
 
 def judge_memory(largest_step_bytes: int, free_bytes: int) -> tuple[Degradation, ...]:

@@ -231,7 +231,8 @@ class ExecutionSettings:
 
     optimization_level: int = setting(
         2,
-        "0: plain modules; 1: compiled pieces; 2: compiled pieces and graphs; 3: the same, with kernels chosen by measurement",
+        "0: plain modules; 1: compiled pieces; 2: compiled pieces and graphs; 3: the same, with kernels chosen by measurement and "
+        "a graph of every size up to 64 where sizes are not given; it starts slower",
         parse=optimization_level,
         choices=(0, 1, 2, 3),
     )
@@ -263,6 +264,19 @@ class ExecutionSettings:
         "auto",
         "who makes the code of a piece; eager: nobody, its ops are called one by one; auto: inductor",
         choices=("auto", "inductor", "eager"),
+    )
+    graph_partition: str = setting(
+        "fx",
+        "who divides the model at attention; fx: the worker, before the compiler sees it; inductor: the compiler, after its "
+        "passes, which leaves no pieces to capture: the default of --graph-mode is then FULL_DECODE_ONLY",
+        choices=("fx", "inductor"),
+    )
+    compiler_passes: tuple[str, ...] = setting(
+        (),
+        "which graph passes run: none, or all but those with a - before their name; a value that begins with - needs the form "
+        "--compiler-passes=-read_past_scatter; default: all",
+        parse=comma_separated,
+        metavar="LIST",
     )
 
 

@@ -74,6 +74,8 @@ class StepRunner:
         self._block_size = block_size
         self._without_graph = without_graph
         self._plain = plain
+        # Of graphs that fix both sizes of a step.
+        self._graph_inputs: dict[GraphKey, StepInputs] = {}
         self._decode_query_lens = dispatcher.settings.decode_query_lens
 
     @property
@@ -99,7 +101,12 @@ class StepRunner:
             # Without a number, attention runs on the real batch.
             num_sequences = num_sequences if key.num_sequences is None else key.num_sequences
         self._buffers.stage(batch, self._block_size, num_tokens=num_tokens, num_sequences=num_sequences)
-        return self._buffers.inputs(num_tokens, num_sequences)
+        if key is None or key.num_sequences is None:
+            return self._buffers.inputs(num_tokens, num_sequences)
+        inputs = self._graph_inputs.get(key)
+        if inputs is None:
+            inputs = self._graph_inputs[key] = self._buffers.inputs(num_tokens, num_sequences)
+        return inputs
 
     def stage_blank(self, key: GraphKey) -> StepInputs:
         """Writes a step that fits a graph and changes nothing."""

@@ -6,8 +6,7 @@ dispatcher, such as a compiled piece, isn't seen: what is recorded must be plain
 
 import linecache
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -61,11 +60,6 @@ class RecordedStep(Generic[T]):
     def num_kernels(self) -> int:
         """Of the library."""
         return sum(len(segment) for segment in self._segments if isinstance(segment, KernelList))
-
-    @property
-    def num_bound_calls(self) -> Mapping[str, int]:
-        """How often each other op is called; without any, a replay is one list."""
-        return Counter(segment.name for segment in self._segments if isinstance(segment, BoundCall))
 
     def replay(self) -> None:
         """Hot path: runs the step again."""
@@ -155,7 +149,7 @@ class _Recording(TorchDispatchMode):
         What is made in inference mode is an inference tensor. One that was made earlier and that no op reads or writes can't be
         told from it, and is refused, too.
         """
-        for tensor in _tensors_of((outputs,), {}):
+        for tensor in [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]:
             is_known = self._pool.holds(tensor) or _storage_of(tensor) in self.kept.keys() | self._seen.keys()
             if tensor.numel() > 0 and tensor.is_inference() and not is_known:
                 raise UnrecordableError(
@@ -168,6 +162,14 @@ class _Recording(TorchDispatchMode):
         for segment in self._segments:
             segment.close()
         self.kept.clear()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tells torch not to wrap `__torch_dispatch__`: the wrapper loads Dynamo, seconds of a start that compiles nothing.
+
+        It keeps Dynamo from compiling what a mode does. Nothing is compiled while a step is recorded.
+        """
+        return False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -275,7 +277,11 @@ def _check_recordable(op: OpOverload, args: tuple[Any, ...]) -> None:
 
 
 def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    """Returns the tensors among an op's arguments, lists of tensors included."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        found += [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, Tensor)]
+    return found
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -37,6 +37,8 @@ WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {}),
     "llama, FULL graphs of any mix": ({"graph_mode": "FULL"}, {}),
     "llama, pieces of native ops": ({"custom_ops": ("none",)}, {}),
+    "llama, divided by the compiler": ({"graph_partition": "inductor", "custom_ops": ("none",)}, {}),
+    "llama, without graph passes": ({"compiler_passes": ("none",), "custom_ops": ("none",)}, {}),
     "qwen3, norms of the heads, biases, tied": (
         {},
         {"architecture": "Qwen3ForCausalLM", "attention_bias": True, "tie_word_embeddings": True},
