@@ -33,7 +33,8 @@ class CompiledDecoder:
 
     Attributes:
         run: computes a step without graphs.
-        stages: with the code that `run` uses; tensors pass between them in numbered slots. The first hold the step's inputs, those that follow `bound`.
+        stages: with the code that `run` uses. Tensors pass between them in numbered slots: the first hold the step's inputs, those
+            that follow `bound`.
         plain_stages: the same stages, whose pieces call their ops one by one, so that a recorder sees them.
         bound: what is the same in every step: weights, tables and the KV cache.
         outputs: slots that hold at the end what the decoder returns.
