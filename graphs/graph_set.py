@@ -7,8 +7,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
 from modelworker.graphs.backend import GraphBackend, Replay, Tensors, UnknownKeyError
@@ -17,6 +18,13 @@ from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
 
 _logger = logging.getLogger(__name__)
+
+# CUDA, its libraries and torch's allocator of the CPU raise a plain RuntimeError.
+_LACK_OF_MEMORY: Final = ("out of memory", "_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: ")
+
+
+class GraphMemoryError(MemoryError):
+    """There is no memory for a graph, or for the run that warms it up."""
 
 
 class Program(Protocol):
@@ -111,7 +119,8 @@ class GraphSet:
         Raises:
             RuntimeError: the set has captured before.
             ValueError: a key has a mode without a program.
-            Exception: what a warm-up run raises: it would fail without graphs as well.
+            GraphMemoryError: there is no memory for a graph or its warm-up run.
+            Exception: what else a warm-up run raises: it would fail without graphs as well.
         """
         if self.hits:
             raise RuntimeError("graphs are captured once")
@@ -119,7 +128,7 @@ class GraphSet:
             raise ValueError(f"nothing can be captured for mode {min(missing).name}")
         started = time.monotonic()
         failures: dict[RuntimeMode, CaptureFailure] = {}
-        with _garbage_collected_once(), self._backend.session():
+        with _garbage_collected_once(), _lack_of_memory_named("the graphs"), self._backend.session():
             for key in dispatcher.keys:
                 if key.mode not in failures:
                     failure = self._capture_key(key, inputs_for(key))
@@ -178,9 +187,15 @@ class GraphSet:
     def _capture_key(self, key: GraphKey, inputs: Sequence[Tensor]) -> CaptureFailure | None:
         """Captures one key. Where that fails, frees its mode's graphs, logs why and returns it."""
         program = self._programs[key.mode]
-        program(*inputs)
+        named = f"the graph of {key}"
+        with _lack_of_memory_named(named):
+            program(*inputs)
         try:
-            program.capture(key, inputs, self._backend)
+            with _lack_of_memory_named(named):
+                program.capture(key, inputs, self._backend)
+        except GraphMemoryError:
+            program.close()
+            raise
         except Exception as error:
             program.close()
             failure = CaptureFailure(key, error)
@@ -189,6 +204,20 @@ class GraphSet:
             traceback.clear_frames(error.__traceback__)
             return failure
         return None
+
+
+@contextmanager
+def _lack_of_memory_named(what: str) -> Iterator[None]:
+    """Turns the errors by which torch, CUDA and Python say that memory is lacking into one that says for what."""
+    try:
+        yield
+    except GraphMemoryError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in text for sign in _LACK_OF_MEMORY):
+            raise GraphMemoryError(f"there is no memory for {what}") from error
+        raise
 
 
 @contextmanager

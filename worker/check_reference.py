@@ -73,8 +73,13 @@ class CheckReference:
                 self._first_slots.write(cache, _CANARY)
                 cache[self._nearest] = _CANARY
 
-    def compare(self, key: GraphKey, indices: Sequence[int]) -> tuple[float, str]:
-        """Runs a graph on the rows that plain modules ran.
+    def compare(self, key: GraphKey, indices: Sequence[int], way: Way | None = None) -> tuple[float, str]:
+        """Runs the rows that plain modules ran in another way.
+
+        Args:
+            key: whose sizes they are padded to.
+            indices: of the rows.
+            way: how; None: with the graph of the key.
 
         Returns:
             the largest difference of a hidden state, key or value in units of their root mean square, NaN where one is; and what is
@@ -82,7 +87,7 @@ class CheckReference:
         """
         self._runner.stage(self._before, None)
         batch = self.step.over_second(indices)
-        (actual,) = self._runner.replay(key, self._runner.stage(batch, key))
+        (actual,) = self._runner.run(self._runner.stage(batch, key), way or Way(Choice(key, Reason.NONE)))
         fault = "" if bool(actual.isfinite().all()) else "hidden states are not finite"
         tokens = torch.from_numpy(self.step.tokens_of(indices)).to(actual.device)
         others = torch.ones(self.step.num_tokens, dtype=torch.bool, device=actual.device).index_fill_(0, tokens, False)

@@ -98,14 +98,18 @@ def prepare_decoder(
             progress=progress,
         )
         checks, failed = _check(captured, parts, progress)
-        longest = min(
-            parts.max_model_len, settings.step.max_tokens_per_step, (parts.kv_cache.num_blocks - 1) * settings.kv_cache.block_size
+        found, wrong_code = check_compiled(
+            captured.runner,
+            parts.kv_cache,
+            vocab_size=parts.vocab_size,
+            max_model_len=parts.max_model_len,
+            max_tokens=settings.step.max_tokens_per_step,
         )
-        found, wrong_code = check_compiled(captured.runner, parts.kv_cache, vocab_size=parts.vocab_size, max_tokens=longest)
         costs = measure_costs(captured.runner)
     return ReadyDecoder(
         runner=captured.runner,
-        optimization_level=plan.optimization_level,
+        # Where generated code failed its check, none is served.
+        optimization_level=0 if wrong_code and not captured.runner.compiled_modes else plan.optimization_level,
         graph_mode=captured.runner.dispatcher.served_mode.value,
         captured=costs,
         graph_bytes=captured.num_bytes,

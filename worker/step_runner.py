@@ -126,10 +126,7 @@ class StepRunner:
             way: how it is run.
         """
         choice = way.choice
-        if choice.key is not None:
-            outputs = self.replay(choice.key, inputs)
-        else:
-            outputs = self._plain(*inputs) if way.is_plain else self._without_graph(*inputs)
+        outputs = self.run(inputs, way)
         execution = GraphExecution(
             mode=GRAPH_MODES[choice.mode],
             padded_tokens=len(inputs.token_ids),
@@ -138,6 +135,12 @@ class StepRunner:
             fallback_reason=choice.reason.value,
         )
         return DecodedStep(outputs[0][: batch.num_tokens], execution)
+
+    def run(self, inputs: StepInputs, way: Way) -> Sequence[Tensor]:
+        """Hot path: runs the decoder over staged inputs. What it returns has a row for each padded token, too."""
+        if way.choice.key is not None:
+            return self.replay(way.choice.key, inputs)
+        return self._plain(*inputs) if way.is_plain else self._without_graph(*inputs)
 
     def replay(self, key: GraphKey, inputs: StepInputs) -> Sequence[Tensor]:
         """Hot path: runs the graph of a key over what `stage` or `stage_blank` returned for it.
@@ -149,13 +152,11 @@ class StepRunner:
             raise UnknownKeyError(f"nothing is captured, so there is no graph for {key}")
         return self.graphs.run(key, inputs)
 
-    def disable_compiled(self) -> None:
-        """Lets plain modules run what has no graph."""
-        self._without_graph = self._plain
-        self.compiled_modes -= {RuntimeMode.NONE}
-
     def disable(self, mode: RuntimeMode, reason: Reason) -> None:
-        """Takes a mode out of service and frees its graphs."""
+        """Takes a mode out of service and frees its graphs. Mode NONE is the compiled pieces: plain modules run in their place."""
         self.dispatcher.disable(mode, reason)
-        if self.graphs is not None:
+        self.compiled_modes -= {mode}
+        if mode is RuntimeMode.NONE:
+            self._without_graph = self._plain
+        elif self.graphs is not None:
             self.graphs.drop(mode)

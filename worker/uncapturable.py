@@ -40,7 +40,7 @@ def piecewise_obstacle(compiled: CompiledDecoder) -> str:
     A piece is captured for a number of tokens, and replayed for any number of sequences.
     """
     by_sequence = {slot: name for slot, name in enumerate(StepInputs._fields) if name not in _BY_TOKEN}
-    slots = {slot for stage in compiled.stages if stage.is_piece for slot in stage.reads}
+    slots = {slot for stage in compiled.stages if stage.is_piece for slot in stage.inputs}
     read = [name for slot, name in by_sequence.items() if slot in slots]
     return f"a piece reads {', '.join(read)}, whose sizes follow the sequences of a step" if read else ""
 

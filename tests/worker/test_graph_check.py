@@ -19,6 +19,7 @@ from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, ModelSettings
 from modelworker.worker.step_buffers import RunDecoder, StepBuffers
 from modelworker_testing.checkpoints import save_tiny
+from modelworker_testing.code_faults import CODE_FAULTS, plant_in_code_of_graphs
 from modelworker_testing.engines import engine_of, tiny_settings_with
 from modelworker_testing.graph_faults import (
     FULL_FAULTS,
@@ -90,6 +91,19 @@ def test_a_fault_of_piecewise_graphs_takes_them_out_of_service_and_leaves_full_o
         assert_not_served(world, counters, RuntimeMode.PIECEWISE)
         assert run_as_dispatched(world, PROMPTS) == (GraphMode.NONE, "failed_self_check", True)
         assert run_as_dispatched(world, DECODES) == (GraphMode.FULL, "", False)
+
+
+@pytest.mark.parametrize(
+    "name", ["a wrong RoPE row", "swapped gate and up", "a zeroed residual", "padding of length 0 that isn't finite"]
+)
+def test_a_fault_in_the_pieces_of_piecewise_graphs_takes_them_out_of_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plant_in_code_of_graphs(monkeypatch, CODE_FAULTS[name])
+    counters = Counters()
+    with mode_world(tmp_path, mode_settings(), counters=counters) as world:
+        assert_not_served(world, counters, RuntimeMode.PIECEWISE)
+        assert run_as_dispatched(world, PROMPTS) == (GraphMode.NONE, "failed_self_check", True)
 
 
 def test_padding_that_is_written_somewhere_takes_every_mode_that_pads_out_of_service(
