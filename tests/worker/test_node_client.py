@@ -83,7 +83,7 @@ def test_a_step_that_node_sends_again_is_answered_without_being_executed_again(r
 def test_node_reads_enums_and_status_texts(result: dict[str, Any]) -> None:
     assert result["graphMode"] == "GRAPH_MODE_FULL"
     assert result["invalid"]["code"] == "INVALID_ARGUMENT"
-    assert result["invalid"]["details"] == "token_ids[0]: row 0, token 0 of the row: found 101, expected 0 .. 100"
+    assert result["invalid"]["details"] == "token_ids[0]: row 0, token 0 of the row: found 101, expected 0 .. 100, or -1 (feedback)"
 
 
 def test_the_locked_packages_are_exact_and_name_no_place_to_fetch_them_from() -> None:

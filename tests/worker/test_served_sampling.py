@@ -11,8 +11,7 @@ import torch
 
 from modelworker.worker.batch import SequenceErrorCode
 from modelworker.worker.client import Client, FencedSession, InvalidRequestError, StepAnswer, StepSampling, StepTokens, build_step
-from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import Request, Sampling
+from modelworker.worker.scheduler import Request, Sampling, Scheduler
 from modelworker_testing.checkpoints import save_table_model
 from modelworker_testing.sampling_reference import Wish, distribution, edited
 from modelworker_testing.worker_process import WorkerProcess, worker_process

@@ -79,7 +79,7 @@ def test_every_way_that_there_is_is_measured_under_its_own_name(engine: Engine) 
 
     assert ways() == ["eager", *(["compiled"] if RuntimeMode.NONE in engine.runner.compiled_modes else []), "FULL"]
     engine.runner.disable(RuntimeMode.FULL, Reason.DISABLED)
-    engine.runner.disable_compiled()
+    engine.runner.disable(RuntimeMode.NONE, Reason.DISABLED)
     assert ways() == ["eager"]
 
 

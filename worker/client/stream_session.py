@@ -45,9 +45,8 @@ class _Pipeline:
         return len(self._fence.unanswered) == 1
 
     def max_unanswered(self, info: WorkerInfo) -> int:
-        """Returns how many steps may be unanswered at once: no more than the worker takes."""
-        limit = info.limits.max_steps_in_flight
-        return limit if self._max_unanswered is None else min(self._max_unanswered, limit)
+        """Returns how many steps may be unanswered at once. Those beyond the worker's limit are refused, and sent again."""
+        return self._max_unanswered or info.limits.max_steps_in_flight
 
     def begin(self) -> list[ExecuteStepRequest]:
         """Starts with a new stream. Returns what has to be sent on it."""
@@ -128,8 +127,8 @@ class StreamSession(FencedSession):
 
     @property
     def depth(self) -> int:
-        """How many steps may be unanswered at once."""
-        return self._pipeline.max_unanswered(self.info)
+        """How many steps may be unanswered at once without a refusal."""
+        return min(self._pipeline.max_unanswered(self.info), self.info.limits.max_steps_in_flight)
 
     def send(self, request: ExecuteStepRequest) -> None:
         """Sends the next step, without waiting; sets its epoch, router id and step id. It must not be changed until it is answered.
