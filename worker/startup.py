@@ -33,7 +33,7 @@ from modelworker.worker.models.checkpoint import Checkpoint
 from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.models.registry import build_model, load_model_config
 from modelworker.worker.models.weights import LoadedWeights, load_weights
-from modelworker.worker.op_plan import describe_ops, plan_ops
+from modelworker.worker.op_plan import describe_ops, missing_kernels, plan_ops
 from modelworker.worker.plan import (
     check_weights_fit,
     choose_device,
@@ -96,10 +96,13 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
             kernels=kernels,
+            triton=ops.triton,
             device=device,
             identity=_identity(config, model),
         )
         compiling = CompileCounters()
+        if ops.triton is not None:
+            compiling.watch_triton()
         decoder = prepare_decoder(plan, parts, settings, compiling, progress)
         for event, amount in compiling.snapshot().items():
             counters.increment("compile_events_total", amount, event=event)
@@ -110,7 +113,7 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             limits=describe_limits(settings),
             execution=describe_execution(device, num_threads, model, decoder),
             self_check=SelfCheck(passed=True, findings=(products, *decoder.findings)),
-            degradations=(*choice.degradations, *kernels.degradations, *tightness, *decoder.degradations),
+            degradations=(*choice.degradations, *kernels.degradations, *missing_kernels(ops), *tightness, *decoder.degradations),
             versions=describe_versions(device),
             ops=describe_ops(model),
         )

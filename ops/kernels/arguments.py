@@ -9,14 +9,14 @@ class Rows(NamedTuple):
     """Where the rows of a tensor lie: row r starts at (r // num_inner) * outer_stride + (r % num_inner) * inner_stride.
 
     Attributes:
-        count: of rows.
+        num_rows: of all.
         size: of a row, whose elements lie side by side.
         num_inner: rows of the second to last dimension; 1 where there are two dimensions.
         outer_stride: elements from one group of rows to the next.
         inner_stride: elements from one row of a group to the next.
     """
 
-    count: int
+    num_rows: int
     size: int
     num_inner: int
     outer_stride: int

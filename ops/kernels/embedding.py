@@ -1,7 +1,5 @@
 """embedding: a program copies a part of a row."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +10,9 @@ from modelworker.ops.kernels.geometry import COLUMNS
 
 # Ids are a slice of a buffer that a step shares with its other integers: it may start anywhere.
 @triton.jit(do_not_specialize_on_alignment=["ids"])
-def _embedding_kernel(weight: Any, ids: Any, output: Any, weight_stride: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def _embedding_kernel(
+    weight: tl.tensor, ids: tl.tensor, output: tl.tensor, weight_stride: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

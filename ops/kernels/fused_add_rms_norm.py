@@ -1,7 +1,5 @@
 """fused_add_rms_norm: one program reads a row of both tensors once, keeps the fp32 sum in registers, and writes both rows once."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +10,14 @@ from modelworker.ops.kernels.geometry import row_warps
 
 @triton.jit
 def _fused_add_rms_norm_kernel(
-    x: Any, residual: Any, weight: Any, x_stride: Any, residual_stride: Any, size: Any, eps: Any, BLOCK: tl.constexpr
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    size: tl.tensor,
+    eps: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 import triton
-from torch import Tensor
 
 MAX_ROW_SIZE: Final = 32768
 """Elements of a row that one program keeps in registers: 64 of each of 512 threads."""
@@ -63,18 +62,20 @@ class Architecture:
 
 ARCHITECTURES: Final[Mapping[int, Architecture]] = MappingProxyType(
     {
-        # A100 has 108 multiprocessors. Cards of 8.6 and 8.9 have 99 KiB of shared memory: 128 queries (32 KiB) and two stages of 64
-        # keys and values (64 KiB) fill it, so nothing here is deeper.
+        # A100 has 108 multiprocessors. Cards of 8.6 and 8.9 have 99 KiB of shared memory, and no program needs more. 64 rows in
+        # four warps need 256 registers of a thread, so they have eight.
         80: Architecture(
             wanted_programs=216,
             tiles=(
-                Tile(rows=16, tokens=64, num_warps=4, num_stages=2),
-                Tile(rows=64, tokens=64, num_warps=4, num_stages=2),
-                Tile(rows=128, tokens=64, num_warps=8, num_stages=2),
+                Tile(rows=16, tokens=64, num_warps=4, num_stages=3),
+                Tile(rows=64, tokens=64, num_warps=8, num_stages=3),
+                Tile(rows=128, tokens=64, num_warps=8, num_stages=3),
             ),
         ),
-        # H100 and H200: 132 multiprocessors, 227 KiB. A decode waits for memory: three stages of 32 KiB are in flight for each of
-        # two programs. 64 rows are what one warpgroup multiplies at once, 128 are two.
+        # H100 and H200: 132 multiprocessors, 227 KiB. Three stages keep a tile of 32 KiB under way (block ids come a stage before
+        # their keys) in 38 KiB and 128 registers: four programs of a decode fit, and have 128 KiB under way, where 4.8 TB/s x
+        # 1 us / 132 = 36 KiB are needed. Five stages would be two tiles, in three programs. 64 rows are what one warpgroup
+        # multiplies at once, 128 are two.
         90: Architecture(
             wanted_programs=264,
             tiles=(
@@ -114,8 +115,8 @@ class AttentionGeometry:
     num_splits: int
 
 
-def architecture_of(tensor: Tensor) -> Architecture:
-    """Returns the entry of the GPU that kernels are compiled for; of 9.0 for tensors on the host, which only the interpreter has."""
+def architecture() -> Architecture:
+    """Returns the entry of the GPU that kernels are compiled for; the interpreter has that of 9.0."""
     if triton.knobs.runtime.interpret:
         return ARCHITECTURES[90]
     capability: int = triton.runtime.driver.active.get_current_target().arch
@@ -123,7 +124,7 @@ def architecture_of(tensor: Tensor) -> Architecture:
 
 
 def attention_geometry(
-    architecture: Architecture,
+    gpu: Architecture,
     *,
     num_tokens: int,
     num_sequences: int,
@@ -136,7 +137,7 @@ def attention_geometry(
     """Chooses the tile and the grid.
 
     Args:
-        architecture: of the GPU.
+        gpu: that runs it.
         num_tokens: padded, > 0.
         num_sequences: padded.
         num_heads: of queries.
@@ -146,32 +147,30 @@ def attention_geometry(
         dtype: of queries, keys and values.
     """
     group = num_heads // num_kv_heads
-    tile = _attention_tile(architecture, -(-num_tokens // max(num_sequences, 1)) * group, group, head_dim, dtype)
+    tile = _attention_tile(gpu, -(-num_tokens // max(num_sequences, 1)) * group, group, head_dim, dtype)
     block_queries = tile.rows // group
     # Every sequence, and the padding behind the last, may end in the middle of a block.
     num_blocks = num_tokens // block_queries + num_sequences + 1
-    # Blocks that have work, as far as the shapes tell.
-    programs = max(-(-num_tokens // block_queries), 1) * num_kv_heads
-    wanted = -(-architecture.wanted_programs // programs)
+    # Programs that have work, as far as the shapes tell.
+    programs = max(-(-num_tokens // block_queries), num_sequences) * num_kv_heads
+    wanted = -(-gpu.wanted_programs // programs)
     for_length = min(-(-max_context // _LONG_CONTEXT), max(_MAX_SPLIT_PROGRAMS // programs, 1))
     num_splits = max(min(max(wanted, for_length), -(-max_context // tile.tokens), MAX_SPLITS), 1)
     return AttentionGeometry(tile=tile, block_queries=block_queries, num_blocks=num_blocks, num_splits=num_splits)
 
 
-def attention_tiles(architecture: Architecture, *, group: int, head_dim: int, dtype: torch.dtype) -> tuple[Tile, ...]:
+def attention_tiles(gpu: Architecture, *, group: int, head_dim: int, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Returns all tiles that steps of a model may need."""
-    return tuple(
-        dict.fromkeys(_attention_tile(architecture, tile.rows, group, head_dim, dtype) for tile in architecture.tiles)
-    )
+    return tuple(dict.fromkeys(_attention_tile(gpu, tile.rows, group, head_dim, dtype) for tile in gpu.tiles))
 
 
-def _attention_tile(architecture: Architecture, rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+def _attention_tile(gpu: Architecture, rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """Takes the smallest tile that holds the rows of an average sequence, or else the largest."""
     if dtype == torch.float32:
-        # Products in full precision run on the general units, which need each operand many times: small tiles keep them in registers.
+        # Products in full precision run on the general units: small tiles keep their operands in registers.
         return Tile(rows=max(16, triton.next_power_of_2(group)), tokens=16, num_warps=4, num_stages=1)
-    fitting = [tile for tile in architecture.tiles if tile.rows >= max(rows, group)]
-    tile = fitting[0] if fitting else architecture.tiles[-1]
+    fitting = [tile for tile in gpu.tiles if tile.rows >= max(rows, group)]
+    tile = fitting[0] if fitting else gpu.tiles[-1]
     if head_dim > 128:
         # As many bytes as at 128.
         return Tile(rows=max(min(tile.rows, 64), triton.next_power_of_2(group)), tokens=32, num_warps=tile.num_warps, num_stages=2)

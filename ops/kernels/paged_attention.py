@@ -1,12 +1,10 @@
 """paged_attention: one kernel for decode, chunks of prompts and any mix, and a reduction where a context is divided among programs.
 
-A program takes a few consecutive tokens of one sequence, with all query heads that read one KV head: they are the rows of its tile,
-so that each key and value is read once for them. It finds its sequence by the number of its block, for the host doesn't know lengths.
-Tokens behind the last sequence are a sequence without a context. The softmax is a running maximum, sum and weighted sum (Milakov and
-Gimelshein, 2018); several programs that share a context leave theirs to be joined (flash decoding, Dao et al., 2023).
+A program takes a few consecutive tokens of one sequence, with all query heads that read one KV head: they are the rows of its
+tile, so that each key and value is read once for them. It finds its sequence by the number of its block, for the host doesn't know
+lengths. Tokens behind the last sequence are a sequence without a context. The softmax is a running maximum, sum and weighted sum
+(Milakov and Gimelshein, 2018); programs that share a context leave theirs to be joined (flash decoding, Dao et al., 2023).
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -14,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from modelworker.ops.kernels.arguments import check_dense, check_same_layout
-from modelworker.ops.kernels.geometry import MAX_SPLITS, AttentionGeometry, architecture_of, attention_geometry
+from modelworker.ops.kernels.geometry import MAX_SPLITS, AttentionGeometry, architecture, attention_geometry, attention_tiles
 
 # Starts of sequences that a program compares with its own number at once: one load for most batches.
 _SEARCH = 256
@@ -27,30 +25,30 @@ _COUNTS = ["num_tokens", "num_sequences", "num_splits", "table_stride", "window"
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_INDICES)
 def _paged_attention_kernel(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    output: Any,
-    partial_output: Any,
-    partial_highest: Any,
-    partial_total: Any,
-    query_starts: Any,
-    seq_lens: Any,
-    block_tables: Any,
-    num_tokens: Any,
-    num_sequences: Any,
-    num_splits: Any,
-    window: Any,
-    scale: Any,
-    soft_cap: Any,
-    table_stride: Any,
-    query_stride: Any,
-    query_head_stride: Any,
-    output_stride: Any,
-    output_head_stride: Any,
-    block_stride: Any,
-    cache_head_stride: Any,
-    slot_stride: Any,
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    output: tl.tensor,
+    partial_output: tl.tensor,
+    partial_highest: tl.tensor,
+    partial_total: tl.tensor,
+    query_starts: tl.tensor,
+    seq_lens: tl.tensor,
+    block_tables: tl.tensor,
+    num_tokens: tl.tensor,
+    num_sequences: tl.tensor,
+    num_splits: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    table_stride: tl.tensor,
+    query_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    output_stride: tl.tensor,
+    output_head_stride: tl.tensor,
+    block_stride: tl.tensor,
+    cache_head_stride: tl.tensor,
+    slot_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -111,7 +109,7 @@ def _paged_attention_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, DIM], tl.float32)
-    table = block_tables + sequence.to(tl.int64) * table_stride
+    table = block_tables + tl.cast(sequence, tl.int64) * table_stride
     # Powers of two are faster: 2^(x log2 e) = e^x.
     factor = tl.cast(scale, tl.float32) * 1.4426950408889634
     for tile in range(first_tile, end_tile):
@@ -148,9 +146,7 @@ def _paged_attention_kernel(
         tl.store(partial_highest + place, highest, mask=is_row)
         tl.store(partial_total + place, total, mask=is_row)
         if first_tile < end_tile:
-            tl.store(
-                partial_output + place[:, None] * HEAD_DIM + dim[None, :], weighted, mask=is_row[:, None] & is_dim[None, :]
-            )
+            tl.store(partial_output + place[:, None] * HEAD_DIM + dim[None, :], weighted, mask=is_row[:, None] & is_dim[None, :])
     else:
         result = weighted / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(
@@ -162,13 +158,13 @@ def _paged_attention_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _join_kernel(
-    partial_output: Any,
-    partial_highest: Any,
-    partial_total: Any,
-    output: Any,
-    num_splits: Any,
-    output_stride: Any,
-    output_head_stride: Any,
+    partial_output: tl.tensor,
+    partial_highest: tl.tensor,
+    partial_total: tl.tensor,
+    output: tl.tensor,
+    num_splits: tl.tensor,
+    output_stride: tl.tensor,
+    output_head_stride: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -201,6 +197,37 @@ def _join_kernel(
     tl.store(place, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
+def prepare_paged_attention(
+    key_cache: Tensor, value_cache: Tensor, *, num_heads: int, scale: float, window: int, soft_cap: float
+) -> None:
+    """Compiles and runs every form that steps over a layer's cache may need. It leaves the cache as it is.
+
+    Args:
+        key_cache: of the layer, in the dtype of its queries.
+        value_cache: likewise.
+        num_heads: of the queries.
+        scale: see `paged_attention`, as are the others.
+        window: of the layer.
+        soft_cap: of the layer.
+    """
+    num_kv_heads, _, head_dim = key_cache.shape[1:]
+    gpu = architecture()
+    starts = key_cache.new_zeros(1, dtype=torch.int32)
+    none = starts[:0]
+    # Queries lie in a merged projection, or, where they have been normalized, by themselves. One row, which belongs to no sequence.
+    for row_heads in (num_heads + 2 * num_kv_heads, num_heads):
+        query = key_cache.new_zeros(1, row_heads, head_dim)[:, :num_heads]
+        output = torch.empty(1, num_heads, head_dim, dtype=query.dtype, device=query.device)
+        for tile in attention_tiles(gpu, group=num_heads // num_kv_heads, head_dim=head_dim, dtype=query.dtype):
+            for num_splits in (1, 2):
+                geometry = AttentionGeometry(
+                    tile=tile, block_queries=tile.rows // (num_heads // num_kv_heads), num_blocks=1, num_splits=num_splits
+                )
+                launch_attention_form(
+                    *(query, key_cache, value_cache, output, starts, none, none.view(0, 1), scale, window, soft_cap, geometry)
+                )
+
+
 def launch_paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -219,7 +246,7 @@ def launch_paged_attention(
     if num_tokens == 0:
         return
     geometry = attention_geometry(
-        architecture_of(query),
+        architecture(),
         num_tokens=num_tokens,
         num_sequences=seq_lens.shape[0],
         num_heads=num_heads,

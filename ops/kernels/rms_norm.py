@@ -1,7 +1,5 @@
 """rms_norm: one program reads a row once, keeps it in registers, and writes it once."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,14 +11,14 @@ from modelworker.ops.kernels.geometry import row_warps
 
 @triton.jit
 def _rms_norm_kernel(
-    x: Any,
-    weight: Any,
-    output: Any,
-    outer_stride: Any,
-    inner_stride: Any,
-    num_inner: Any,
-    size: Any,
-    eps: Any,
+    x: tl.tensor,
+    weight: tl.tensor,
+    output: tl.tensor,
+    outer_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    num_inner: tl.tensor,
+    size: tl.tensor,
+    eps: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -38,9 +36,9 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Hot path: computes `rms_norm`, of x [num_rows, size] or [num_rows, num_heads, size]."""
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = rows_of(x)
-    if rows.count:
+    if rows.num_rows:
         block = triton.next_power_of_2(rows.size)
-        _rms_norm_kernel[(rows.count,)](
+        _rms_norm_kernel[(rows.num_rows,)](
             *(x, weight, output, rows.outer_stride, rows.inner_stride, rows.num_inner, rows.size, eps),
             BLOCK=block,
             num_warps=row_warps(block),

@@ -1,9 +1,7 @@
-"""rotary_store_kv: a program normalizes and rotates a few heads of one token; that of keys also writes them and the values to the cache.
+"""rotary_store_kv: a program normalizes and rotates a few heads of one token; that of keys fills the cache, too.
 
 Everything between two roundings is fp32, in registers: a head is read once and written once, keys twice.
 """
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,13 +13,13 @@ from modelworker.ops.kernels.geometry import HEADS
 
 @triton.jit
 def _rotate(
-    start: Any,
-    norm: Any,
-    eps: Any,
-    head: Any,
-    head_stride: Any,
-    cos: Any,
-    sin: Any,
+    start: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
+    head: tl.tensor,
+    head_stride: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -29,7 +27,7 @@ def _rotate(
     HAS_NORM: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Rotates heads in place and returns what it wrote: the first and second elements of the pairs, and the rest."""
     pair = tl.arange(0, PAIRS)[None, :]
     is_pair = (head < NUM_HEADS) & (pair < ROTARY_DIM // 2)
@@ -61,27 +59,27 @@ def _rotate(
 # Positions and slots are slices of a buffer that a step shares with its other integers: they may start anywhere.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotary_store_kv_kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    query_norm: Any,
-    key_norm: Any,
-    eps: Any,
-    positions: Any,
-    cos_sin: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slots: Any,
-    query_stride: Any,
-    query_head_stride: Any,
-    key_stride: Any,
-    key_head_stride: Any,
-    value_stride: Any,
-    value_head_stride: Any,
-    table_stride: Any,
-    block_stride: Any,
-    cache_head_stride: Any,
-    slot_stride: Any,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    eps: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    slots: tl.tensor,
+    query_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    block_stride: tl.tensor,
+    cache_head_stride: tl.tensor,
+    slot_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,

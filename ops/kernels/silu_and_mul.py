@@ -1,7 +1,5 @@
 """silu_and_mul: a program computes a part of a row, so that a single row keeps several multiprocessors busy."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +10,13 @@ from modelworker.ops.kernels.geometry import COLUMNS
 
 @triton.jit
 def _silu_and_mul_kernel(
-    x: Any, output: Any, outer_stride: Any, inner_stride: Any, num_inner: Any, size: Any, BLOCK: tl.constexpr
+    x: tl.tensor,
+    output: tl.tensor,
+    outer_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    num_inner: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -28,8 +32,8 @@ def launch_silu_and_mul(x: Tensor) -> Tensor:
     rows = rows_of(x)
     size = rows.size // 2
     output = x.new_empty((*x.shape[:-1], size))
-    if rows.count:
-        _silu_and_mul_kernel[rows.count, triton.cdiv(size, COLUMNS)](
+    if rows.num_rows:
+        _silu_and_mul_kernel[rows.num_rows, triton.cdiv(size, COLUMNS)](
             *(x, output, rows.outer_stride, rows.inner_stride, rows.num_inner, size), BLOCK=COLUMNS, num_warps=4
         )
     return output

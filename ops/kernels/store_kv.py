@@ -1,7 +1,5 @@
 """store_kv: a program writes a few heads of one token to its slot."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,18 +10,18 @@ from modelworker.ops.kernels.geometry import HEADS
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _store_kv_kernel(
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slots: Any,
-    key_stride: Any,
-    key_head_stride: Any,
-    value_stride: Any,
-    value_head_stride: Any,
-    block_stride: Any,
-    cache_head_stride: Any,
-    slot_stride: Any,
+    key: tl.tensor,
+    value: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    slots: tl.tensor,
+    key_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    block_stride: tl.tensor,
+    cache_head_stride: tl.tensor,
+    slot_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
