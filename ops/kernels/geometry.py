@@ -24,6 +24,9 @@ MAX_SPLITS: Final = 64
 COLUMNS: Final = 1024
 # Heads that one program rotates: at head_dim 128, 8 x 128 elements are 8 of each of 128 threads.
 HEADS: Final = 8
+# Logits of a row that a program looks at together: 8 of each of 512 threads, for the rows of a step are few and long.
+SAMPLED: Final = 4096
+SAMPLED_WARPS: Final = 16
 # More programs than this are launched for the sake of long contexts only while each has work.
 _MAX_SPLIT_PROGRAMS: Final = 4096
 # A sequence is divided where it may be longer than this, however many others there are: it would be the last to end.
