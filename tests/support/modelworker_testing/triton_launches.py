@@ -74,9 +74,9 @@ class _Driver:
     def get_current_target(self) -> GPUTarget:
         return self._target
 
-    def get_current_device(self) -> str:
-        # Triton keeps the forms of each device apart.
-        return f"stand-in for sm_{self._target.arch}"
+    def get_current_device(self) -> Any:
+        # Triton keeps the forms of each device apart, and each stand-in is one that has none yet.
+        return self
 
     def get_current_stream(self, device: Any) -> int:
         return 0
