@@ -20,8 +20,10 @@ from modelworker.compiler.counters import CompileCounters
 from modelworker.compiler.model_source import ModelSource
 from modelworker.compiler.settings import CompileSettings
 from modelworker.compiler.triton_files import collect_triton_files, triton_directory
-from modelworker.ops.catalog import splitting_ops
-from modelworker.ops.op_settings import OpSettings
+from modelworker.ops.catalog import OPAQUE_OPS, op_namespaces, splitting_ops
+from modelworker.ops.op_settings import OpSettings, choose_custom_ops
+from modelworker.ops.report import switchable_ops
+from modelworker.ops.triton_library import load_triton
 from modelworker.worker.models import AttentionMetadata, build_model, load_model_config
 from modelworker_testing.checkpoints import TINY
 from modelworker_testing.compiled_models import STEP_INPUTS
@@ -54,6 +56,8 @@ MAX_SIZES = {"num_tokens": 8192, "num_sequences": 256, "num_sequences + 1": 257,
 # Before the first attention: embedding and norm; the rotation of queries, of keys. Between: addition and norm, activation, addition
 # and norm, the rotations. After the last: without them.
 KERNELS_AND_PRODUCTS = [(3, 1), (5, 4), (3, 3)]
+# Where the rotations are part of the cache update.
+WITH_KERNELS = [(1, 1), (3, 4), (3, 3)]
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,17 @@ def stand_in() -> Iterator[Any]:
         yield module
 
 
-def source_of(shape: dict[str, Any], directory: Path) -> ModelSource:
-    """The decoder with native ops, as it is compiled for a GPU. Its weights are not filled: they are never read."""
+def source_of(shape: dict[str, Any], directory: Path, *, has_kernels: bool = False) -> ModelSource:
+    """The decoder, as it is compiled for a GPU, with native ops or the kernels that are the default there.
+
+    Its weights are not filled: they are never read.
+    """
     (directory / "config.json").write_text(json.dumps({**TINY, **shape}))
     config = load_model_config(directory)
-    ops = OpSettings(platform="cuda", custom_ops=("none",), compiles=True)
+    triton = load_triton() if has_kernels else None
+    opaque = OPAQUE_OPS if has_kernels else ()
+    custom_ops = choose_custom_ops((), known=switchable_ops(), opaque=opaque, platform="cuda", compiles=True, backend="inductor")
+    ops = OpSettings(platform="cuda", custom_ops=custom_ops, compiles=True, triton=triton)
     model = build_model(config, dtype=torch.bfloat16, ops=ops).to_empty(device="cpu")
     cache_shape = (2, config.num_kv_heads, 16, config.head_dim)
     caches = [
@@ -92,8 +102,8 @@ def source_of(shape: dict[str, Any], directory: Path) -> ModelSource:
         function=lambda token_ids, positions, *attention: model(token_ids, positions, AttentionMetadata(*attention), caches),
         inputs=STEP_INPUTS,
         bound=bound,
-        splitting_ops=splitting_ops(),
-        op_namespaces=("modelworker",),
+        splitting_ops=splitting_ops(triton=triton),
+        op_namespaces=op_namespaces(triton=triton),
         identity={},
         sources=(),
         max_sizes=MAX_SIZES,
@@ -126,6 +136,12 @@ def test_every_piece_has_the_kernels_that_fusion_leaves_and_they_fit_into_regist
             # 2048 threads on a multiprocessor of 65536 registers.
             assert resources.registers <= 64, resources
             assert resources.shared_bytes <= 16384, resources
+
+
+def test_with_the_kernels_of_the_gpu_pieces_keep_only_what_they_fuse(tmp_path: Path, stand_in: Any) -> None:
+    """Rotation is the cache update's kernel; norms and activations stay with the products around them."""
+    pieces = cuda_pieces(source_of(LLAMA_1B, tmp_path, has_kernels=True), stand_in)
+    assert [(len(piece.kernels), len(piece.products)) for piece in pieces] == WITH_KERNELS
 
 
 def test_without_bounds_of_sizes_norms_are_not_fused(tmp_path: Path, stand_in: Any) -> None:
