@@ -22,6 +22,9 @@ TRITON = load_triton()
 def shapes() -> Iterator[Any]:
     for spec in SPECS:
         for shape in spec.shapes():
+            # Many rows take the interpreter long.
+            if shape.num_tokens == 256 and not shape.padding:
+                continue
             is_quick = (shape.num_tokens, shape.dtype, shape.padding) in QUICK
             yield pytest.param(spec, shape, id=f"{spec.name}-{shape}", marks=() if is_quick else pytest.mark.slow)
 
