@@ -72,12 +72,22 @@ def read_artifact(data: bytes, factors: Factors) -> Artifact:
         factors: that it must have been made from.
 
     Raises:
-        DamagedArtifactError: the digest is another one, or the factors are.
+        DamagedArtifactError: the digest is another one, or the factors are, or what the digest is right for is no artifact.
     """
     start = len(_MAGIC) + _DIGEST_LENGTH
     payload = data[start:]
     if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : start] != hashlib.sha256(payload).hexdigest().encode():
         raise DamagedArtifactError("its digest is not that of its content")
+    try:
+        return _unpack(payload, factors)
+    except DamagedArtifactError:
+        raise
+    except Exception as error:
+        # Its digest is right, so it was written wrong: by an older version, or by somebody else.
+        raise DamagedArtifactError(f"its content can't be read: {type(error).__name__}: {error}") from error
+
+
+def _unpack(payload: bytes, factors: Factors) -> Artifact:
     with zipfile.ZipFile(io.BytesIO(payload)) as archive:
         if json.loads(archive.read("factors.json")) != json.loads(json.dumps(factors)):
             raise DamagedArtifactError("it was made from something else than its name says")
@@ -93,5 +103,7 @@ def read_artifact(data: bytes, factors: Factors) -> Artifact:
         plain = [
             GeneratedCode(archive.read(name).decode(), {}) for index in indices if (name := f"pieces/{index}/plain.py") in names
         ]
+        if plain and len(plain) != len(program.pieces):
+            raise DamagedArtifactError(f"it has the plain code of {len(plain)} pieces of {len(program.pieces)}")
         triton_files = {name.removeprefix(_TRITON): archive.read(name) for name in names if name.startswith(_TRITON)}
         return Artifact(program, tuple(map(code, indices)), tuple(plain), triton_files)

@@ -20,6 +20,9 @@ from modelworker.compiler.artifact import Artifact, DamagedArtifactError, Factor
 _logger = logging.getLogger(__name__)
 
 _KEPT_SECONDS = 30 * 24 * 3600
+# Nobody takes longer to write a file.
+_WRITING_SECONDS = 3600
+_TEMPORARY_BYTES = 8
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -80,25 +83,21 @@ class ArtifactCache:
             return f"{self.directory}: can't be written to: {error.strerror}"
         return None
 
-    def work_directory(self) -> Path | None:
-        """Returns a directory for what compilers keep from one model to the next, None where there can't be one."""
-        directory = self.directory / "kernels"
-        try:
-            self._prepare()
-            directory.mkdir(mode=0o700, exist_ok=True)
-            _check_owner(directory, directory.lstat())
-            return directory if os.access(directory, os.W_OK) else None
-        except (OSError, _UntrustedError):
-            return None
-
     def _forget_old(self) -> None:
-        """Removes what no worker has used for a long time: each change of model, settings or code leaves an artefact behind."""
+        """Removes what no worker has used for a long time, and what those left behind that were killed while they wrote.
+
+        Each change of model, settings or code makes an artefact useless.
+        """
         before = time.time() - _KEPT_SECONDS
         for path in self.directory.glob("*.artifact"):
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < before:
                     path.unlink()
                     path.with_suffix(".json").unlink(missing_ok=True)
+        for path in self.directory.glob(f".*.{'[0-9a-f]' * 2 * _TEMPORARY_BYTES}"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < time.time() - _WRITING_SECONDS:
+                    path.unlink()
 
     def _prepare(self) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -113,7 +112,7 @@ class ArtifactCache:
 
     def _write(self, name: str, content: bytes) -> None:
         """Writes a file so that a reader sees all of it or what was there before."""
-        temporary = self.directory / f".{name}.{secrets.token_hex(8)}"
+        temporary = self.directory / f".{name}.{secrets.token_hex(_TEMPORARY_BYTES)}"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -50,13 +50,21 @@ def compile_model(
 
     Raises:
         NoCompilerError: the machine lacks a working compiler.
-        CompileError: the model can't be compiled. Its message names the place in the model's code where there is one.
+        CompileError: the model can't be compiled, or the result can't be loaded. The message names the place in the model's code
+            where there is one.
     """
     factors = collect_factors(model, settings, passes)
     compiled = None if cache is None else _load(cache, factors, model, settings, counters)
     if compiled is None:
-        artifact = _compile(model, settings, passes, cache, counters, advance)
-        compiled = _link(artifact, model, settings)
+        try:
+            artifact = _compile(model, settings, passes, counters, advance)
+            compiled = _link(artifact, model, settings)
+        except CompileError:
+            raise
+        except Exception as error:
+            # Inductor, its compilers, a graph pass, the loader, a full disk: none of them is a reason not to serve.
+            _logger.warning("compiling failed", exc_info=True)
+            raise CompileError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
         if cache is not None:
             _store(cache, artifact, factors, counters)
     counters.increment("pieces", len(compiled.pieces))
@@ -67,7 +75,6 @@ def _compile(
     model: ModelSource,
     settings: CompileSettings,
     passes: Sequence[GraphPass],
-    cache: ArtifactCache | None,
     counters: CompileCounters,
     advance: Callable[[int, int], None],
 ) -> Artifact:
@@ -81,8 +88,7 @@ def _compile(
     if settings.backend == "eager":
         written: Artifact = pipeline.write_pieces(program, pieces)
         return written
-    directory = None if cache is None else cache.work_directory()
-    artifact: Artifact = pipeline.compile_pieces(model, program, pieces, settings, passes, counters, directory, advance)
+    artifact: Artifact = pipeline.compile_pieces(model, program, pieces, settings, passes, counters, advance)
     _logger.info("compiled %d unique pieces in %.1f s", len(pieces), time.monotonic() - started)
     return artifact
 
@@ -103,8 +109,8 @@ def _load(
     if isinstance(found, Artifact):
         try:
             compiled = _link(found, model, settings)
-        except ImportError as error:
-            found = Miss("damaged", f"{cache.directory}: a kernel can't be loaded: {error}")
+        except Exception as error:  # Whatever it is that a kernel or code does when it is loaded.
+            found = Miss("damaged", f"{cache.directory}: what was compiled can't be loaded: {type(error).__name__}: {error}")
         else:
             counters.increment("cache_hits")
             _logger.info("loaded compiled code from %s in %.2f s", cache.directory, time.monotonic() - started)

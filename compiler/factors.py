@@ -34,7 +34,8 @@ def collect_factors(model: ModelSource, settings: CompileSettings, passes: Itera
     """
     passes = tuple(passes)
     devices = {tensor.device for tensor in model.bound.values()} | {step_input.device for step_input in model.inputs.values()}
-    inputs = {name: [[*given.shape], str(given.dtype), str(given.device)] for name, given in model.inputs.items()}
+    # In their order: the code binds them by position.
+    inputs = [[name, [*given.shape], str(given.dtype), str(given.device)] for name, given in model.inputs.items()]
     files = {*model.sources, *Path(__file__).parent.glob("*.py"), *(Path(one.apply.__code__.co_filename) for one in passes)}
     return {
         "versions": _versions(),
@@ -79,9 +80,14 @@ def _overlapping(bound: Mapping[str, Tensor]) -> dict[str, str]:
             groups[-1].append(name)
         else:
             groups.append([name])
-        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        end = max(end, tensor.data_ptr() + span * tensor.itemsize)
+        end = max(end, _end_of(tensor))
     return {name: min(group) for group in groups if len(group) > 1 for name in group}
+
+
+def _end_of(tensor: Tensor) -> int:
+    """Returns the address behind the last element of a tensor that has some."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _schemas(namespaces: Iterable[str]) -> Iterator[str]:

@@ -10,11 +10,14 @@ import importlib.machinery
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from modelworker.compiler.environment import environment
 
 _ENTRY = "call"
 _COMPILER = "async_compile"
@@ -68,16 +71,22 @@ def load_code(code: GeneratedCode) -> Callable[[list[Any]], tuple[Any, ...]]:
     return namespace[_ENTRY]  # type: ignore[no-any-return]
 
 
+def data_pointer_told() -> AbstractContextManager[None]:
+    """Tells extensions that are loaded meanwhile an address in this process, in the one place where they look for it."""
+    address: int = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    return environment(**{_DATA_POINTER: str(address)})
+
+
 def _load_kernel(name: str, library: bytes) -> Callable[..., Any]:
     """Loads an extension from memory, so that what runs is what was verified, and returns its function."""
-    os.environ[_DATA_POINTER] = str(torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)  # type: ignore[attr-defined]
     # The descriptor stays open: the loader knows libraries by their paths, so that of a loaded one must never name another.
     descriptor = os.memfd_create(name)
     with os.fdopen(descriptor, "wb", closefd=False) as file:
         file.write(library)
     loader = importlib.machinery.ExtensionFileLoader(_EXTENSION, f"/proc/self/fd/{descriptor}")
-    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(_EXTENSION, loader, origin=loader.path))
-    loader.exec_module(module)
+    with data_pointer_told():
+        module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(_EXTENSION, loader, origin=loader.path))
+        loader.exec_module(module)
     return module.kernel  # type: ignore[no-any-return]
 
 

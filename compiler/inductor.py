@@ -2,11 +2,9 @@
 
 import contextlib
 import logging
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -24,8 +22,9 @@ from torch._inductor.utils import clear_caches, set_customized_partition_wrapper
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from modelworker.compiler.assemble import UniquePiece
+from modelworker.compiler.environment import environment
 from modelworker.compiler.errors import CompileError, NoCompilerError
-from modelworker.compiler.generated_code import GeneratedCode, extract_code
+from modelworker.compiler.generated_code import GeneratedCode, data_pointer_told, extract_code
 from modelworker.compiler.piece import FakeInputs
 from modelworker.compiler.settings import CompileSettings
 
@@ -163,16 +162,19 @@ def _check_signature(graph: fx.GraphModule, num_inputs: int, num_outputs: int) -
 
 
 @contextlib.contextmanager
-def compiling(directory: Path | None, partition_at: Sequence[str] = ()) -> Iterator[None]:
-    """Lets Inductor keep its files in a directory, and tells it what it would find out in child processes.
+def compiling(partition_at: Sequence[str] = ()) -> Iterator[None]:
+    """Lets Inductor keep its files in a private directory meanwhile, and tells it what it would find out in child processes.
+
+    Inductor runs the shared objects that it finds. What a warm start needs of them is in the artifact, whose digest is verified.
 
     Args:
-        directory: for compiled kernels, by their content; None: a temporary one.
         partition_at: ops at which Inductor is to divide its code into functions.
     """
     with contextlib.ExitStack() as stack:
-        work = directory or Path(stack.enter_context(TemporaryDirectory(prefix="modelworker-compile-")))
-        stack.enter_context(_environment(TORCHINDUCTOR_CACHE_DIR=str(work)))
+        directory = stack.enter_context(TemporaryDirectory(prefix="modelworker-compile-"))
+        stack.enter_context(environment(TORCHINDUCTOR_CACHE_DIR=directory))
+        # Inductor sets it for good.
+        stack.enter_context(data_pointer_told())
         stack.enter_context(_known_vector_instructions())
         if partition_at:
             stack.enter_context(_partition_on_any_device())
@@ -180,20 +182,6 @@ def compiling(directory: Path | None, partition_at: Sequence[str] = ()) -> Itera
         clear_caches()
         stack.callback(clear_caches)
         yield
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,12 +27,19 @@ class Piece:
         run: the code.
     """
 
+    is_piece: ClassVar[bool] = True
+
     index: int
     unique: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     static: tuple[bool, ...]
     run: RunPiece
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"piece {self.index}"
 
     def __call__(self, arguments: list[Tensor]) -> Sequence[Tensor]:
         """Hot path: runs the piece on its inputs, in a list that it may empty."""
@@ -49,6 +56,8 @@ class SplittingOp:
         outputs: slots that it writes.
         run: takes the tensors of the inputs.
     """
+
+    is_piece: ClassVar[bool] = False
 
     name: str
     inputs: tuple[int, ...]

@@ -1,7 +1,6 @@
 """The way from a model's function to code: trace, split, unique pieces, one compilation for each. Loads Dynamo and Inductor."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from modelworker.compiler.artifact import Artifact
 from modelworker.compiler.assemble import UniquePiece, assemble
@@ -37,7 +36,6 @@ def compile_pieces(
     settings: CompileSettings,
     passes: Sequence[GraphPass],
     counters: CompileCounters,
-    directory: Path | None,
     advance: Callable[[int, int], None],
 ) -> Artifact:
     """Compiles each unique piece of a program once.
@@ -49,7 +47,6 @@ def compile_pieces(
         settings: of the compiler.
         passes: that follow our own.
         counters: of what it takes.
-        directory: for compiled kernels; None: a temporary one.
         advance: is called with how many of how many pieces are compiled.
 
     Raises:
@@ -58,7 +55,7 @@ def compile_pieces(
     manager = PassManager((*default_passes(), *passes), disabled=settings.disabled_passes, counters=counters)
     codes = []
     partition_at = model.splitting_ops if settings.partition == "inductor" else ()
-    with compiling(directory, partition_at), triton_directory() as triton_files:
+    with compiling(partition_at), triton_directory() as triton_files:
         for piece in pieces:
             codes.append(compile_piece(piece, settings, manager, partition_at))
             counters.increment("compiled")

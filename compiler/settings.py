@@ -6,6 +6,9 @@ from typing import Literal
 Backend = Literal["inductor", "eager"]
 Partition = Literal["fx", "inductor"]
 
+PASS_NAMES = ("no_op_elimination", "read_past_scatter", "convert_before_cat")
+"""The graph passes that are run unless they are disabled, in order; `passes` has them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileSettings:
@@ -27,7 +30,7 @@ class CompileSettings:
 
 
 def compile_settings_of(
-    optimization_level: int, *, backend: Backend = "inductor", partition: Partition = "fx"
+    optimization_level: int, *, backend: Backend = "inductor", partition: Partition = "fx", disabled_passes: tuple[str, ...] = ()
 ) -> CompileSettings | None:
     """Returns what an optimization level compiles: nothing at 0, pieces at 1 and 2, pieces of measured kernels at 3.
 
@@ -40,4 +43,4 @@ def compile_settings_of(
         raise ValueError(f"expected an optimization level of 0 .. 3, found {optimization_level}")
     if optimization_level == 0:
         return None
-    return CompileSettings(backend=backend, partition=partition, autotune=optimization_level == 3)
+    return CompileSettings(backend=backend, partition=partition, autotune=optimization_level == 3, disabled_passes=disabled_passes)

@@ -4,10 +4,11 @@ Triton keeps a folder for every kernel and configuration, and in each a file tha
 """
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+
+from modelworker.compiler.environment import environment
 
 _DIRECTORY = "TRITON_CACHE_DIR"
 _GROUP_PREFIX = "__grp__"
@@ -25,7 +26,14 @@ def collect_triton_files(directory: Path) -> dict[str, bytes]:
 
 
 def restore_triton_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Writes collected files below another directory."""
+    """Writes collected files below another directory.
+
+    Raises:
+        ValueError: a name leads out of it; nothing is written then.
+    """
+    for name in files:
+        if not PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"a kernel's file is named {name!r}, which is no place below its directory")
     for name, content in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,17 +47,10 @@ def triton_directory(files: Mapping[str, bytes] | None = None) -> Iterator[Path]
     Args:
         files: that it finds there.
     """
-    before = os.environ.get(_DIRECTORY)
     with TemporaryDirectory(prefix="modelworker-triton-") as name:
         restore_triton_files(files or {}, Path(name))
-        os.environ[_DIRECTORY] = name
-        try:
+        with environment(**{_DIRECTORY: name}):
             yield Path(name)
-        finally:
-            if before is None:
-                del os.environ[_DIRECTORY]
-            else:
-                os.environ[_DIRECTORY] = before
 
 
 def _replaced(path: Path, content: bytes, old: bytes, new: bytes) -> bytes:

@@ -46,6 +46,8 @@ class CudaGraphBackend:
         self._pool = cuda.graph_pool_handle()
         self._in_session = False
         self._driver_bytes = 0
+        # Graphs whose capture failed. An allocator that still takes one to be under way calls back into it.
+        self._failed: list[Any] = []
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -88,11 +90,11 @@ class CudaGraphBackend:
         except BaseException:
             # An error may have invalidated the capture: ending it frees the stream, and reports once more what is raised already.
             with contextlib.suppress(RuntimeError):
-                graph.capture_end()
+                self._end_capture(graph)
             graph.reset()
             raise
         try:
-            graph.capture_end()
+            self._end_capture(graph)
         except BaseException:
             graph.reset()
             raise
@@ -117,6 +119,23 @@ class CudaGraphBackend:
         """Returns the pool, which no graph uses any more, to the device."""
         self._cuda.empty_cache()
         self._driver_bytes = 0
+
+    def _end_capture(self, graph: Any) -> None:
+        """Ends a capture. Where that fails, tells the allocator, to which it would be under way for ever.
+
+        Before torch 2.13, `capture_end` leaves the allocator as it is when CUDA reports an error: what is allocated goes on to be
+        the pool's, and the next call that frees cached memory fails.
+        """
+        try:
+            graph.capture_end()
+        except BaseException:
+            self._failed.append(graph)
+            end_allocation = getattr(self._cuda.memory, "_cuda_endAllocateToPool", None)
+            if end_allocation is not None:
+                # Where `capture_end` did it, this finds nothing to end, and says so.
+                with contextlib.suppress(RuntimeError):
+                    end_allocation(self._device.index, self._pool)
+            raise
 
     def _bytes_outside_allocator(self) -> int:
         """Returns what this device's memory holds beyond torch's allocator: context, modules, instantiated graphs."""

@@ -17,7 +17,7 @@ class Reason(StrEnum):
     """Why a step did not run in the next better mode than the one that it ran in, as its response says it.
 
     A step that ran PIECEWISE is told why not FULL; one without a graph why not PIECEWISE or, where mixed batches have no graphs by
-    the settings, why not FULL.
+    the settings, why not FULL. Where compiled code is out of service, a step without a graph is told why it isn't compiled.
     """
 
     NONE = ""
@@ -79,7 +79,7 @@ class Dispatcher:
         return Choice(None, self._why_no_graph(shape))
 
     def disable(self, mode: RuntimeMode, reason: Reason) -> None:
-        """Takes all graphs of a mode out of service."""
+        """Takes all graphs of a mode out of service, or, of mode NONE, the compiled code."""
         self._obstacles.setdefault(mode, reason)
         self._candidates = _candidates([key for key in self.keys if key.mode not in self._obstacles])
 
@@ -118,7 +118,7 @@ class Dispatcher:
         if reason is Reason.OVER_MAX and not self._has_warned:
             self._has_warned = True
             _logger.warning("a step of %d tokens, %d sequences is larger than the largest graph", *shape[:2])
-        return reason
+        return self._obstacles.get(RuntimeMode.NONE, reason)
 
 
 def _candidates(keys: Sequence[GraphKey]) -> tuple[tuple[GraphKey, ...], ...]:

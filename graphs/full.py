@@ -62,6 +62,10 @@ class FullGraphs:
         graph.replay()
         return graph.outputs
 
+    def replays(self, key: GraphKey) -> Sequence[Replay]:
+        """Returns what `replay` calls for a key, for measurements."""
+        return (self._graphs[key].replay,) if key in self._graphs else ()
+
     def close(self) -> None:
         """Frees all graphs."""
         while self._graphs:

@@ -7,16 +7,24 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
-from modelworker.graphs.backend import GraphBackend, Tensors, UnknownKeyError
+from modelworker.graphs.backend import GraphBackend, Replay, Tensors, UnknownKeyError
 from modelworker.graphs.dispatch import Dispatcher, Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
 
 _logger = logging.getLogger(__name__)
+
+# CUDA, its libraries and torch's allocator of the CPU raise a plain RuntimeError.
+_LACK_OF_MEMORY: Final = ("out of memory", "_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: ")
+
+
+class GraphMemoryError(MemoryError):
+    """There is no memory for a graph, or for the run that warms it up."""
 
 
 class Program(Protocol):
@@ -32,6 +40,10 @@ class Program(Protocol):
 
     def replay(self, key: GraphKey, inputs: Sequence[Tensor]) -> Tensors:
         """Hot path: runs the step of a key."""
+        ...
+
+    def replays(self, key: GraphKey) -> Sequence[Replay]:
+        """Returns what `replay` calls for a key, in order."""
         ...
 
     def close(self) -> None:
@@ -107,7 +119,8 @@ class GraphSet:
         Raises:
             RuntimeError: the set has captured before.
             ValueError: a key has a mode without a program.
-            Exception: what a warm-up run raises: it would fail without graphs as well.
+            GraphMemoryError: there is no memory for a graph or its warm-up run.
+            Exception: what else a warm-up run raises: it would fail without graphs as well.
         """
         if self.hits:
             raise RuntimeError("graphs are captured once")
@@ -115,7 +128,7 @@ class GraphSet:
             raise ValueError(f"nothing can be captured for mode {min(missing).name}")
         started = time.monotonic()
         failures: dict[RuntimeMode, CaptureFailure] = {}
-        with _garbage_collected_once(), self._backend.session():
+        with _garbage_collected_once(), _lack_of_memory_named("the graphs"), self._backend.session():
             for key in dispatcher.keys:
                 if key.mode not in failures:
                     failure = self._capture_key(key, inputs_for(key))
@@ -133,6 +146,11 @@ class GraphSet:
         )
         _logger.info("captured %d graphs in %.1f s, %.1f MiB", len(captured), report.seconds, report.num_bytes / 2**20)
         return report
+
+    def replays(self, key: GraphKey) -> Sequence[Replay]:
+        """Returns what running a key calls, in order, for measurements; nothing where it was not captured."""
+        program = self._programs.get(key.mode)
+        return () if program is None else program.replays(key)
 
     def run(self, key: GraphKey, inputs: Sequence[Tensor]) -> Tensors:
         """Hot path: runs a step with the graph of a key.
@@ -169,9 +187,15 @@ class GraphSet:
     def _capture_key(self, key: GraphKey, inputs: Sequence[Tensor]) -> CaptureFailure | None:
         """Captures one key. Where that fails, frees its mode's graphs, logs why and returns it."""
         program = self._programs[key.mode]
-        program(*inputs)
+        named = f"the graph of {key}"
+        with _lack_of_memory_named(named):
+            program(*inputs)
         try:
-            program.capture(key, inputs, self._backend)
+            with _lack_of_memory_named(named):
+                program.capture(key, inputs, self._backend)
+        except GraphMemoryError:
+            program.close()
+            raise
         except Exception as error:
             program.close()
             failure = CaptureFailure(key, error)
@@ -180,6 +204,20 @@ class GraphSet:
             traceback.clear_frames(error.__traceback__)
             return failure
         return None
+
+
+@contextmanager
+def _lack_of_memory_named(what: str) -> Iterator[None]:
+    """Turns the errors by which torch, CUDA and Python say that memory is lacking into one that says for what."""
+    try:
+        yield
+    except GraphMemoryError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in text for sign in _LACK_OF_MEMORY):
+            raise GraphMemoryError(f"there is no memory for {what}") from error
+        raise
 
 
 @contextmanager

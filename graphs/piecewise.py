@@ -162,6 +162,10 @@ class PiecewiseGraphs:
                     values[value] = result
         return self._returned(values)
 
+    def replays(self, key: GraphKey) -> Sequence[Replay]:
+        """Returns the pieces that `replay` calls for a key, in order, for measurements."""
+        return [replay for replay, _ in self._graphs[key].steps if replay is not None] if key in self._graphs else ()
+
     def close(self) -> None:
         """Frees all graphs."""
         while self._graphs:

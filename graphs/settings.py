@@ -57,7 +57,7 @@ class GraphSettings:
         decode_query_lens: the query lengths that count as decode: 1, and 1 + k where k drafts are verified.
         decode_sizes: numbers of tokens from which the ladder of FULL graphs of each decode query length is made; None: a default.
         mixed_sizes: numbers of tokens of the graphs for any other batch, PIECEWISE or FULL; None: a default.
-        captures_mixed_attention: whether the attention of batches of any mix can be captured, as mode FULL needs.
+        exact_up_to: where sizes are not given, every number of tokens (of sequences, in a decode) up to this one gets its graph.
     """
 
     max_sequences: int
@@ -66,7 +66,7 @@ class GraphSettings:
     decode_query_lens: tuple[int, ...] = (1,)
     decode_sizes: tuple[int, ...] | None = None
     mixed_sizes: tuple[int, ...] | None = None
-    captures_mixed_attention: bool = True
+    exact_up_to: int = 0
 
     def __post_init__(self) -> None:
         """Refuses contradictions.
@@ -87,10 +87,6 @@ class GraphSettings:
             if self.mode.mixed_mode is RuntimeMode.NONE:
                 raise GraphSettingsError(f"mixed sizes are given, but graph mode {self.mode} captures no graphs of mixed batches")
             _check_sizes("mixed size", self.mixed_sizes, self.max_tokens_per_step, "max_tokens_per_step")
-        if self.mode.mixed_mode is RuntimeMode.FULL and not self.captures_mixed_attention:
-            raise GraphSettingsError(
-                "graph mode FULL captures mixed batches, which the attention in use does not support: take FULL_AND_PIECEWISE"
-            )
 
     def largest_decode_batch(self, query_len: int) -> int:
         """Returns the number of tokens of the largest batch that the limits allow with this query length in every row."""

@@ -74,22 +74,26 @@ class StepShape(NamedTuple):
     all_decode: bool
 
 
-def step_shape(query_lens: Int32Array, context_lens: Int32Array, decode_query_lens: Sequence[int]) -> StepShape:
+def step_shape(
+    query_lens: Int32Array, context_lens: Int32Array, draft_lens: Int32Array, decode_query_lens: Sequence[int]
+) -> StepShape:
     """Hot path: returns the shape of a step.
 
-    A row decodes if it has context and its query length is one of decode: never from the lengths of a fresh prompt, which has no
-    context. A chunk of a prompt over existing context that is as long as a decode row is computed as one, and counts as one.
+    A row decodes if it has context, all its tokens but the first are drafts, and its query length is one of decode: never from its
+    lengths alone, which may be those of a fresh prompt or of a chunk of one. The last token of a prompt counts as a decode.
 
     Args:
         query_lens: [num_sequences], int32, each at least 1.
         context_lens: [num_sequences], int32, each at least 0.
+        draft_lens: [num_sequences], int32, how many of each row's tokens are drafts.
         decode_query_lens: the query lengths that count as decode.
     """
     num_sequences = len(query_lens)
     if num_sequences == 0:
         return StepShape(0, 0, None, False)
     num_tokens = int(np.add.reduce(query_lens))
-    if np.minimum.reduce(context_lens) == 0:
+    # A row that is all drafts but for its first token; most steps are tokens without drafts.
+    if np.minimum.reduce(context_lens) == 0 or num_tokens - num_sequences != int(np.add.reduce(draft_lens)):
         return StepShape(num_tokens, num_sequences, None, False)
     longest = int(np.maximum.reduce(query_lens))
     if longest * num_sequences == num_tokens:

@@ -9,10 +9,15 @@ from modelworker.graphs.shapes import GraphKey, make_key
 _LARGEST_DEFAULT_MIXED_SIZE = 512
 
 
-def default_sizes(end: int) -> tuple[int, ...]:
-    """Returns 1, 2, 4, then every 8 up to 256, then every 16, and `end`: the numbers of tokens up to `end`, ascending."""
-    steps = (1, 2, 4, *range(8, 257, 8), *range(272, end, 16))
-    return (*(size for size in steps if size < end), end)
+def default_sizes(end: int, exact_up_to: int = 0) -> tuple[int, ...]:
+    """Returns 1, 2, 4, then every 8 up to 256, then every 16, and `end`: the numbers of tokens up to `end`, ascending.
+
+    Args:
+        end: the last one.
+        exact_up_to: up to which there is every number.
+    """
+    steps = {*range(1, exact_up_to + 1), 1, 2, 4, *range(8, 257, 8), *range(272, end, 16)}
+    return (*sorted(size for size in steps if size < end), end)
 
 
 def full_sizes(settings: GraphSettings, query_len: int) -> tuple[int, ...]:
@@ -21,7 +26,7 @@ def full_sizes(settings: GraphSettings, query_len: int) -> tuple[int, ...]:
     Each is a multiple of the query length. By default the last is the largest batch that the limits allow.
     """
     end = settings.largest_decode_batch(query_len)
-    sizes = settings.decode_sizes or default_sizes(end)
+    sizes = settings.decode_sizes or default_sizes(end, settings.exact_up_to * query_len)
     return tuple(sorted({min(-(-size // query_len) * query_len, end) for size in sizes}))
 
 
@@ -33,7 +38,8 @@ def mixed_sizes(settings: GraphSettings) -> tuple[int, ...]:
     if settings.mixed_sizes is not None:
         return tuple(sorted(settings.mixed_sizes))
     largest_decode = settings.max_sequences * max(settings.decode_query_lens)
-    sizes = (*default_sizes(min(2 * largest_decode, _LARGEST_DEFAULT_MIXED_SIZE)), largest_decode)
+    end = min(2 * largest_decode, _LARGEST_DEFAULT_MIXED_SIZE)
+    sizes = (*default_sizes(end, settings.exact_up_to), largest_decode)
     return tuple(sorted({min(size, settings.max_tokens_per_step) for size in sizes}))
 
 

@@ -90,7 +90,9 @@ class ModelWorkerServicer:
 
     def ExecuteSteps(self, request_iterator, context):
         """Executes steps in order of arrival, several in flight. Items are answered in order; a failed step is answered in band and
-        the stream goes on. Items over the in-flight limit are refused in band, in their turn.
+        the stream goes on. Items over the in-flight limit are refused in band, in their turn. At most twice that limit of items are
+        read before the first of them is answered; what is sent beyond waits in the transport. On drain new items are answered
+        UNAVAILABLE (replays as ever), and the worker ends the stream, with OK, after the last accepted answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,9 @@ class ModelWorkerStub:
     """Executes one step. Concurrent unary calls have no order among them; sequenced steps (step_id > 0) are ordered by their id."""
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_model_worker_pb2.ExecuteStepRequest, _model_worker_pb2.ExecuteStepsResponse]
     """Executes steps in order of arrival, several in flight. Items are answered in order; a failed step is answered in band and
-    the stream goes on. Items over the in-flight limit are refused in band, in their turn.
+    the stream goes on. Items over the in-flight limit are refused in band, in their turn. At most twice that limit of items are
+    read before the first of them is answered; what is sent beyond waits in the transport. On drain new items are answered
+    UNAVAILABLE (replays as ever), and the worker ends the stream, with OK, after the last accepted answer.
     """
     ReleaseSequences: _grpc.UnaryUnaryMultiCallable[_model_worker_pb2.ReleaseSequencesRequest, _model_worker_pb2.ReleaseSequencesResponse]
     """Forgets the token-feedback state of sequences. Runs after the steps that were admitted before it."""
@@ -71,7 +73,9 @@ class ModelWorkerAsyncStub(ModelWorkerStub):
     """Executes one step. Concurrent unary calls have no order among them; sequenced steps (step_id > 0) are ordered by their id."""
     ExecuteSteps: _aio.StreamStreamMultiCallable[_model_worker_pb2.ExecuteStepRequest, _model_worker_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
     """Executes steps in order of arrival, several in flight. Items are answered in order; a failed step is answered in band and
-    the stream goes on. Items over the in-flight limit are refused in band, in their turn.
+    the stream goes on. Items over the in-flight limit are refused in band, in their turn. At most twice that limit of items are
+    read before the first of them is answered; what is sent beyond waits in the transport. On drain new items are answered
+    UNAVAILABLE (replays as ever), and the worker ends the stream, with OK, after the last accepted answer.
     """
     ReleaseSequences: _aio.UnaryUnaryMultiCallable[_model_worker_pb2.ReleaseSequencesRequest, _model_worker_pb2.ReleaseSequencesResponse]  # type: ignore[assignment]
     """Forgets the token-feedback state of sequences. Runs after the steps that were admitted before it."""
@@ -106,7 +110,9 @@ class ModelWorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_model_worker_pb2.ExecuteStepsResponse], _abc.AsyncIterator[_model_worker_pb2.ExecuteStepsResponse]]:
         """Executes steps in order of arrival, several in flight. Items are answered in order; a failed step is answered in band and
-        the stream goes on. Items over the in-flight limit are refused in band, in their turn.
+        the stream goes on. Items over the in-flight limit are refused in band, in their turn. At most twice that limit of items are
+        read before the first of them is answered; what is sent beyond waits in the transport. On drain new items are answered
+        UNAVAILABLE (replays as ever), and the worker ends the stream, with OK, after the last accepted answer.
         """
 
     @_abc_1.abstractmethod

@@ -10,9 +10,13 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 IndexArray = npt.NDArray[np.intp]
+UInt8Array = npt.NDArray[np.uint8]
 UInt64Array = npt.NDArray[np.uint64]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+
+FEEDBACK_TOKEN = -1
+"""In `token_ids`: the last token that was sampled for the row's sequence."""
 
 # An object with its attributes and the headers of its arrays: a round figure for the bound of answers that are kept.
 _OBJECT_BYTES = 1024
@@ -36,6 +40,60 @@ class SequenceErrorCode(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenLists:
+    """Token ids of each row.
+
+    Attributes:
+        counts: [num_sequences].
+        token_ids: [sum of counts], 0 .. vocab_size - 1.
+    """
+
+    counts: Int32Array
+    token_ids: Int32Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LogitBias:
+    """What is added to single logits of each row.
+
+    Attributes:
+        tokens: whose logits; no token twice in a row.
+        values: one for each of `tokens.token_ids`, finite.
+    """
+
+    tokens: TokenLists
+    values: Float32Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GrammarMasks:
+    """Masks of allowed tokens.
+
+    Attributes:
+        rows: [n], ascending; a row that has masks is named once for each of its sampled positions.
+        bits: [n, 4 * ceil(vocab_size / 32)]: bit i % 8 of byte i // 8 is 1 where token i is allowed.
+    """
+
+    rows: Int32Array
+    bits: UInt8Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenHistory:
+    """Tokens of the positions 0 .. prompt_len + output_len - 1 of each row.
+
+    Attributes:
+        prompt_lens: [num_sequences].
+        output_lens: [num_sequences].
+        token_ids: [sum of both], for each row its prompt, then its output.
+    """
+
+    prompt_lens: Int32Array
+    output_lens: Int32Array
+    token_ids: Int32Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingBatch:
     """Sampling parameters of a step, checked, one entry per row.
 
@@ -46,8 +104,16 @@ class SamplingBatch:
         min_p: [num_sequences], in [0, 1), 0 = off.
         seed: [num_sequences], counts where `has_seed`.
         has_seed: [num_sequences].
-        num_logprobs: [num_sequences], -1 = none, 0 = of the chosen token.
+        presence: [num_sequences], 0 = off.
+        frequency: [num_sequences], 0 = off.
+        repetition: [num_sequences], > 0, 1 = off.
+        num_logprobs: [num_sequences], -1 = none, 0 = of the chosen token, else of that many most probable ones too.
         processed_logprobs: [num_sequences], True = of the distribution sampled from, False = of the raw logits.
+        allowed: the only tokens that may be sampled; a row without entries is unrestricted. None: no row has any.
+        banned: tokens that may not be sampled. None: no row has any.
+        grammar: None: no row has a mask.
+        bias: None: no row has any.
+        history: of rows with penalties; None: no row has any.
     """
 
     temperature: Float32Array
@@ -56,8 +122,35 @@ class SamplingBatch:
     min_p: Float32Array
     seed: UInt64Array
     has_seed: BoolArray
+    presence: Float32Array
+    frequency: Float32Array
+    repetition: Float32Array
     num_logprobs: Int32Array
     processed_logprobs: BoolArray
+    allowed: TokenLists | None = None
+    banned: TokenLists | None = None
+    grammar: GrammarMasks | None = None
+    bias: LogitBias | None = None
+    history: TokenHistory | None = None
+
+    @cached_property
+    def has_penalties(self) -> BoolArray:
+        """[num_sequences]: whether some penalty is on."""
+        is_on: BoolArray = (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
+        return is_on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PromptLogprobsBatch:
+    """Which rows want the logprobs of their own tokens.
+
+    Attributes:
+        wanted: [num_sequences]: of the row's tokens from the second one on.
+        next_ids: [num_sequences]: and of this one, which follows the row's last token; -1: none. -1 where not wanted.
+    """
+
+    wanted: BoolArray
+    next_ids: Int32Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,13 +166,23 @@ class StepBatch:
         deadline_ns: `time.monotonic_ns()` after which the step must not start, or None.
         digest: of a sequenced step's content, for safe retries; empty for an unsequenced one.
         traceparent: W3C trace context, or "".
+        sequence_ids: [num_sequences] without duplicates, or empty: identities for token feedback.
         query_lens: [num_sequences], >= 1.
         context_lens: [num_sequences], >= 0.
-        token_ids: [num_tokens], 0 .. vocab_size - 1.
+        token_ids: [num_tokens], 0 .. vocab_size - 1. `FEEDBACK_TOKEN` may be the first of a row of 1 + draft_len tokens, in a
+            sequenced step with `sequence_ids`, until the engine has put the token there.
+        draft_lens: [num_sequences], how many of the row's last tokens are drafts to verify; where not 0, the row samples and has
+            one token more than that.
         block_counts: [num_sequences], length of each row's block table.
         block_ids: [sum of block_counts], 1 .. num_blocks - 1.
         sample: [num_sequences].
-        sampling: None when every row is greedy and none wants logprobs.
+        sampling: None when every row is plainly greedy: no logprobs, masks, bias or penalties.
+        prompt_logprobs: None when no row wants them.
+        finished_sequence_ids: whose tokens need not be kept any more; they may come again in `sequence_ids`.
+        zero_block_ids: 1 .. num_blocks - 1, filled with zeros before anything else.
+        copy_source_ids: [number of copies], 1 .. num_blocks - 1, all read after zeroing and before any destination is written.
+        copy_destination_ids: [number of copies], 1 .. num_blocks - 1, without duplicates.
+        request: the message's bytes, where steps are recorded; else empty.
     """
 
     step_id: int
@@ -90,13 +193,21 @@ class StepBatch:
     deadline_ns: int | None
     digest: bytes
     traceparent: str
+    sequence_ids: UInt64Array
     query_lens: Int32Array
     context_lens: Int32Array
     token_ids: Int32Array
+    draft_lens: Int32Array
     block_counts: Int32Array
     block_ids: Int32Array
     sample: BoolArray
     sampling: SamplingBatch | None
+    finished_sequence_ids: UInt64Array
+    zero_block_ids: Int32Array
+    copy_source_ids: Int32Array
+    copy_destination_ids: Int32Array
+    prompt_logprobs: PromptLogprobsBatch | None = None
+    request: bytes = b""
 
     @property
     def is_sequenced(self) -> bool:
@@ -165,9 +276,10 @@ class SampledLogprobs:
 
     Attributes:
         processed: [num_sequences], which distribution each row's values describe.
-        counts: [number of sampled tokens], entries of each sampled token (0 where none were asked for).
+        counts: [number of sampled tokens], entries of each: 0 where none were asked for, else the sampled token and then the most
+            probable ones in falling order, as many as were asked for; fewer where fewer tokens have a probability.
         token_ids: [sum of counts].
-        values: [sum of counts], <= 0.
+        values: [sum of counts], <= 0, finite.
         ranks: [sum of counts], 1 = most probable, ties ranked by id.
     """
 
@@ -182,6 +294,28 @@ class SampledLogprobs:
         """Memory that keeping it takes, roughly."""
         arrays = (self.processed, self.counts, self.token_ids, self.values, self.ranks)
         return _OBJECT_BYTES + sum(array.nbytes for array in arrays)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Logprobs of tokens that the router sent, given those before them.
+
+    Attributes:
+        counts: [num_sequences], entries of each row; 0 where none were asked for and where the row failed.
+        token_ids: [sum of counts].
+        values: [sum of counts], <= 0.
+        ranks: [sum of counts], 1 = most probable, ties ranked by id.
+    """
+
+    counts: Int32Array
+    token_ids: Int32Array
+    values: Float32Array
+    ranks: Int32Array
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that keeping it takes, roughly."""
+        return _OBJECT_BYTES + sum(array.nbytes for array in (self.counts, self.token_ids, self.values, self.ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +351,7 @@ class StepResult:
         sequence_errors: rows that failed.
         tainted_block_ids: ascending, blocks whose content can't be trusted.
         graph: how the step ran.
+        prompt_logprobs: None when no row asked for them.
         timings: where its time went.
     """
 
@@ -226,6 +361,7 @@ class StepResult:
     sequence_errors: tuple[SequenceFailure, ...]
     tainted_block_ids: Int32Array
     graph: GraphExecution
+    prompt_logprobs: PromptLogprobs | None = None
     timings: StepTimings = field(default_factory=StepTimings)
 
     @property
@@ -233,4 +369,5 @@ class StepResult:
         """Memory that keeping it takes, roughly."""
         arrays = self.sampled_counts.nbytes + self.sampled_ids.nbytes + self.tainted_block_ids.nbytes
         messages = sum(_OBJECT_BYTES + len(failure.message) for failure in self.sequence_errors)
-        return _OBJECT_BYTES + arrays + messages + (self.logprobs.num_bytes if self.logprobs else 0)
+        parts = sum(part.num_bytes for part in (self.logprobs, self.prompt_logprobs) if part)
+        return _OBJECT_BYTES + arrays + messages + parts

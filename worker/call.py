@@ -1,6 +1,6 @@
 """One call as a servicer sees it, and how many of them may be there at once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +11,19 @@ _RETRY_WHILE_FULL_MS = 50
 
 
 class CallContext:
-    """gRPC's context of a call with two facts beside it. Everything else is gRPC's own.
+    """gRPC's context of a call with some facts beside it. Everything else is gRPC's own.
 
     Attributes:
         raw: the request's bytes; empty for a stream of requests.
         arrival_ns: `time.monotonic_ns()` before anything was done with them.
+        parse: makes bytes a message of the method, after checking their number; raises InvalidStepError or UnavailableError.
     """
 
-    def __init__(self, context: Any, *, raw: bytes, arrival_ns: int) -> None:
+    def __init__(self, context: Any, *, raw: bytes, arrival_ns: int, parse: Callable[[bytes], Any]) -> None:
         self._context = context
         self.raw = raw
         self.arrival_ns = arrival_ns
+        self.parse = parse
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -34,9 +36,8 @@ class RequestRoom:
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
-    @contextmanager
-    def hold(self, num_bytes: int) -> Iterator[None]:
-        """Counts a request's bytes while its call goes on.
+    def take(self, num_bytes: int) -> None:
+        """Counts a request's bytes.
 
         Raises:
             OverloadedError: there are too many already.
@@ -47,7 +48,16 @@ class RequestRoom:
                 f"{total} bytes of requests are there at once, the limit is {self._max_bytes}", retry_after_ms=_RETRY_WHILE_FULL_MS
             )
         self._num_bytes = total
+
+    def give_back(self, num_bytes: int) -> None:
+        """Ends what `take` began."""
+        self._num_bytes -= num_bytes
+
+    @contextmanager
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        """Counts a request's bytes while its call goes on; errors as `take`."""
+        self.take(num_bytes)
         try:
             yield
         finally:
-            self._num_bytes -= num_bytes
+            self.give_back(num_bytes)

@@ -1,7 +1,7 @@
 """Captures the decoder: which programs there are on this device, and what came of capturing them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from modelworker.graphs.cpu_backend import CpuGraphBackend
 from modelworker.graphs.cuda_backend import CudaGraphBackend
 from modelworker.graphs.dispatch import Dispatcher
 from modelworker.graphs.full import FullGraphs
-from modelworker.graphs.graph_set import CaptureReport, GraphSet, Program
+from modelworker.graphs.graph_set import CaptureReport, GraphMemoryError, GraphSet, Program
 from modelworker.graphs.piecewise import PiecewiseGraphs, Stage
 from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
 from modelworker.graphs.sizes import gaps
@@ -38,13 +38,13 @@ class Captured:
 
     Attributes:
         runner: runs it.
-        report: what capturing came to; None: nothing was captured.
+        num_bytes: memory that all graphs together take.
         findings: for people.
         degradations: modes that could not be captured.
     """
 
     runner: StepRunner
-    report: CaptureReport | None
+    num_bytes: int
     findings: tuple[str, ...]
     degradations: tuple[Degradation, ...]
 
@@ -115,27 +115,25 @@ def capture_decoder(
         compiled_modes=_compiled_modes(compiled, device),
     )
     if graphs is None or not dispatcher.keys:
-        return Captured(runner=runner, report=None, findings=(), degradations=())
+        return Captured(runner=runner, num_bytes=0, findings=(), degradations=())
     with progress.stage("capturing graphs", total=len(dispatcher.keys), unit="graphs") as advance, recorded_forms(model):
-        report = graphs.capture(dispatcher, inputs_for=runner.stage_blank, progress=lambda _key: advance(1))
-    _refuse_lack_of_memory(report)
-    findings = [
-        f"{len(report.captured)} graphs were captured in {report.seconds:.1f} s and take {report.num_bytes / 2**20:.1f} MiB"
-    ]
+        report = _capture(graphs, runner, advance)
+    findings = [f"{len(report.captured)} graphs were captured in {report.seconds:.1f} s"]
     for gap in gaps(settings):
         _logger.warning("%s: they run slower", gap)
         findings.append(str(gap))
     failures = tuple(Degradation(reason="capture_failed", message=str(failure)) for failure in report.failures)
-    return Captured(runner=runner, report=report, findings=tuple(findings), degradations=failures)
+    return Captured(runner=runner, num_bytes=report.num_bytes, findings=tuple(findings), degradations=failures)
 
 
-def _refuse_lack_of_memory(report: CaptureReport) -> None:
-    for failure in report.failures:
-        if isinstance(failure.error, (torch.OutOfMemoryError, MemoryError)):
-            raise SettingsError(
-                f"there is no memory for the graph of {failure.key}: lower --kv-cache-memory (or --kv-cache-fraction), "
-                "--max-sequences, or the sizes in --decode-graph-sizes and --mixed-graph-sizes"
-            ) from failure.error
+def _capture(graphs: GraphSet, runner: StepRunner, advance: Callable[[int], None]) -> CaptureReport:
+    try:
+        return graphs.capture(runner.dispatcher, inputs_for=runner.stage_blank, progress=lambda _key: advance(1))
+    except GraphMemoryError as error:
+        raise SettingsError(
+            f"{error}: lower --kv-cache-memory (or --kv-cache-fraction), --max-sequences, or the sizes in --decode-graph-sizes and "
+            "--mixed-graph-sizes"
+        ) from error
 
 
 def _backend(device: torch.device, kernels: CpuKernels) -> GraphBackend | None:
@@ -163,7 +161,7 @@ def _programs(
 
 def _piecewise(compiled: CompiledDecoder, *, records: bool) -> PiecewiseGraphs:
     stages = [
-        Stage(name=stage.name, run=stage.run, arguments=stage.reads, results=stage.writes, is_piece=stage.is_piece)
+        Stage(name=stage.name, run=stage.run, arguments=stage.inputs, results=stage.outputs, is_piece=stage.is_piece)
         for stage in (compiled.plain_stages if records else compiled.stages)
     ]
     return PiecewiseGraphs(stages, num_inputs=len(StepInputs._fields), bound=compiled.bound, outputs=compiled.outputs)

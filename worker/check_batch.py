@@ -19,11 +19,13 @@ class CheckRow:
         token_ids: [query length].
         context_len: of the row.
         blocks: [width], its block table.
+        draft_len: how many of its last tokens are drafts.
     """
 
     token_ids: Int32Array
     context_len: int
     blocks: Int32Array
+    draft_len: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +54,19 @@ def make_check_batch(rows: Sequence[CheckRow], sampling: CheckSampling | None = 
         deadline_ns=None,
         digest=b"",
         traceparent="",
+        sequence_ids=np.zeros(0, np.uint64),
         query_lens=np.array([len(row.token_ids) for row in rows], np.int32),
         context_lens=np.array([row.context_len for row in rows], np.int32),
         token_ids=_joined(row.token_ids for row in rows),
+        draft_lens=np.array([row.draft_len for row in rows], np.int32),
         block_counts=np.array([len(row.blocks) for row in rows], np.int32),
         block_ids=_joined(row.blocks for row in rows),
         sample=np.ones(len(rows), np.bool_),
         sampling=None if sampling is None else _sampling(sampling, len(rows)),
+        finished_sequence_ids=np.zeros(0, np.uint64),
+        zero_block_ids=np.zeros(0, np.int32),
+        copy_source_ids=np.zeros(0, np.int32),
+        copy_destination_ids=np.zeros(0, np.int32),
     )
 
 
@@ -78,6 +86,9 @@ def _sampling(sampling: CheckSampling, num_rows: int) -> SamplingBatch:
         min_p=filled(sampling.min_p, np.float32),
         seed=filled(0, np.uint64),
         has_seed=filled(True, np.bool_),
+        presence=filled(0, np.float32),
+        frequency=filled(0, np.float32),
+        repetition=filled(1, np.float32),
         num_logprobs=filled(0, np.int32),
         processed_logprobs=filled(False, np.bool_),
     )

@@ -44,6 +44,8 @@ _COMMANDS = {
     "info": _Command(module="command_info", summary="show what a running worker is and can"),
     "generate": _Command(module="command_generate", summary="generate text with a running worker", extra="demo"),
     "bench": _Command(module="command_bench", summary="measure steps on this machine", extra="worker"),
+    "profile": _Command(module="command_profile", summary="show where the time of a step goes", extra="worker"),
+    "replay": _Command(module="command_replay", summary="execute recorded steps again and compare their tokens", extra="worker"),
     "payload": _Command(module="command_payload", summary="write request bodies for grpcurl and ghz"),
     "demo": _Command(module="demo", summary="start a worker and generate six texts with it", extra="worker,demo"),
     "import-gguf": _Command(module="import_gguf", summary="turn a GGUF file into a model directory", extra="demo"),

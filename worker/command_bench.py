@@ -17,7 +17,7 @@ from modelworker.worker.machine_limits import LimitProbe
 from modelworker.worker.progress import LogProgress, Progress
 from modelworker.worker.settings import WorkerSettings, positive_int, positive_ints
 from modelworker.worker.startup import build_engine
-from modelworker.worker.step_bench import StepCase, StepTimes, as_record, format_times, run_cases
+from modelworker.worker.step_bench import StepCase, StepTimes, as_record, format_times, obstacle, run_cases
 from modelworker.worker.terminal import TerminalProgress
 
 
@@ -76,19 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(engine: Engine, probe: LimitProbe, arguments: argparse.Namespace, progress: Progress) -> list[StepTimes]:
-    limits = engine.description.limits
     decodes = itertools.product(arguments.context, arguments.batch)
     cases = [StepCase(num_sequences=batch, query_len=1, context_len=context) for context, batch in decodes]
     cases += [StepCase(num_sequences=1, query_len=tokens, context_len=0) for tokens in arguments.prefill]
-    fitting = [
-        case
-        for case in cases
-        if case.num_sequences <= limits.max_sequences
-        and case.num_sequences * case.query_len <= limits.max_tokens_per_step
-        and case.context_len + case.query_len <= engine.description.model.max_model_len
-    ]
-    for case in cases:
-        if case not in fitting:
-            print(f"modelworker: {case} is beyond the worker's limits and left out", file=sys.stderr)
+    obstacles = {case: obstacle(case, engine.description) for case in cases}
+    for case, reason in obstacles.items():
+        if reason:
+            print(f"modelworker: {case} is left out: {reason}", file=sys.stderr)
+    fitting = [case for case, reason in obstacles.items() if not reason]
     with progress.stage("measuring", total=len(fitting) * arguments.rounds, unit="rounds") as advance:
         return list(run_cases(engine, fitting, probe, rounds=arguments.rounds, advance=advance))

@@ -12,10 +12,10 @@ from typing import Any, TextIO
 
 from modelworker.worker.client import Client, WorkerCallError
 from modelworker.worker.client.session import FencedSession
+from modelworker.worker.client.stream_session import StreamSession
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.flags import CommandParser, checked_type
-from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import (
+from modelworker.worker.scheduler import (
     Event,
     FinishReason,
     KvCacheRecomputed,
@@ -23,13 +23,15 @@ from modelworker.worker.scheduler_types import (
     RequestError,
     RequestFinished,
     Sampling,
+    Scheduler,
+    SchedulerSettings,
     StepExecuted,
     TokenLogprobs,
     TokenSampled,
     WorkerAnswerError,
     WorkerChangedError,
 )
-from modelworker.worker.settings import positive_float, positive_int
+from modelworker.worker.settings import non_negative_int, positive_float, positive_int
 from modelworker.worker.tokenization import TextStream, TextTokenizer
 
 _EXIT_OK = 0
@@ -67,6 +69,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
         default=-1,
         metavar="N",
         help="with --json: logprobs of each token (0), and of the N most probable where the worker can",
+    )
+    add("--n", type=checked_type(positive_int), default=1, metavar="N", help="texts for each prompt; its KV blocks are shared")
+    add(
+        "--speculate",
+        type=checked_type(non_negative_int),
+        default=0,
+        metavar="K",
+        help="guess K tokens ahead from the text itself, and have the worker verify them in one step; 0: don't",
+    )
+    add(
+        "--pipeline",
+        type=checked_type(positive_int),
+        default=1,
+        metavar="N",
+        help="steps that may be on their way at once; more than 1 go over a stream, before the tokens of those before are known",
     )
     add("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence tokens")
     add("--json", action="store_true", help="print one JSON object at the end instead of texts")
@@ -159,14 +176,14 @@ def run(arguments: argparse.Namespace) -> int:
     printer = None if arguments.json else _TextPrinter(generations, sys.stdout)
     try:
         with Client(arguments.address) as client:
-            steps = _generate(client, generations, arguments.timeout, printer.update if printer else None)
+            steps = _generate(client, generations, arguments, printer.update if printer else None)
     except (WorkerCallError, RequestError, WorkerAnswerError, WorkerChangedError) as error:
         raise SetupError(f"worker at {arguments.address}: {error}") from error
     if arguments.json:
         print(json.dumps(_report(generations, steps), ensure_ascii=False, indent=2))
     failed = [each.finished for each in generations if each.finished and each.finished.reason is FinishReason.ERROR]
     for finished in failed:
-        print(f"modelworker: error: prompt {finished.request_id + 1}: {finished.error}", file=sys.stderr)
+        print(f"modelworker: error: prompt {finished.request_id // arguments.n + 1}: {finished.error}", file=sys.stderr)
     return _EXIT_FAILED if failed else _EXIT_OK
 
 
@@ -196,7 +213,9 @@ def _generations(arguments: argparse.Namespace, tokenizer: TextTokenizer | None)
     generations = []
     for prompt_text, prompt_ids in prompts:
         request = Request(prompt_ids=prompt_ids, max_tokens=arguments.max_tokens, sampling=sampling, stop_token_ids=stop_token_ids)
-        generations.append(_Generation(prompt_text, request, tokenizer.stream(prompt_ids) if tokenizer else None))
+        for _ in range(arguments.n):
+            stream = tokenizer.stream(prompt_ids) if tokenizer else None
+            generations.append(_Generation(prompt_text, request, stream))
     return generations
 
 
@@ -215,7 +234,7 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 def _generate(
-    client: Client, generations: list[_Generation], patience: float, on_progress: Callable[[], None] | None
+    client: Client, generations: list[_Generation], arguments: argparse.Namespace, on_progress: Callable[[], None] | None
 ) -> list[StepExecuted]:
     """Drives the worker until all prompts are served; gives its lease back in any case. Returns the steps."""
     states: list[str] = []
@@ -225,12 +244,15 @@ def _generate(
             states.append(state)
             print(f"modelworker: waiting for the worker: {state}", file=sys.stderr)
 
-    client.wait_ready(patience, tell)
-    session = FencedSession(client, patience=patience)
+    client.wait_ready(arguments.timeout, tell)
+    session = _session(client, arguments)
     steps: list[StepExecuted] = []
     try:
-        scheduler = Scheduler(session)
-        by_id = {scheduler.add(generation.request): generation for generation in generations}
+        scheduler = Scheduler(session, SchedulerSettings(num_drafts=arguments.speculate))
+        by_id: dict[int, _Generation] = {}
+        for start in range(0, len(generations), arguments.n):
+            group = generations[start : start + arguments.n]
+            by_id |= zip(scheduler.add_continuations(group[0].request, arguments.n), group, strict=True)
 
         def take(event: Event) -> None:
             if isinstance(event, StepExecuted):
@@ -249,12 +271,23 @@ def _generate(
     return steps
 
 
+def _session(client: Client, arguments: argparse.Namespace) -> FencedSession:
+    if arguments.pipeline == 1:
+        return FencedSession(client, patience=arguments.timeout)
+    session = StreamSession(client, patience=arguments.timeout, max_unanswered=arguments.pipeline)
+    if "ExecuteSteps" not in session.info.capabilities:
+        raise SetupError("--pipeline: this worker has no streams of steps")
+    return session
+
+
 def _report(generations: list[_Generation], steps: list[StepExecuted]) -> dict[str, Any]:
     seconds = max(each.ended_at for each in generations) - min(each.started for each in generations)
     num_tokens = sum(len(each.finished.output_ids) for each in generations if each.finished)
     return {
         "results": [generation.result() for generation in generations],
         "num_steps": len(steps),
+        "num_drafts": sum(step.num_drafts for step in steps),
+        "num_accepted": sum(step.num_accepted for step in steps),
         "total_ms": round(seconds * 1e3, 3),
         "tokens_per_second": round(num_tokens / max(seconds, 1e-9), 3),
     }

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ from modelworker.worker.errors import SetupError
 from modelworker.worker.executor import ENGINE_THREAD_NAME, StepEngine
 from modelworker.worker.flags import CommandParser, add_settings, read_settings, warn_of_unknown_variables
 from modelworker.worker.progress import LogProgress, Progress
+from modelworker.worker.recording import RecordingEngine, SeededEngine, StepRecorder, prepare_folder
 from modelworker.worker.server import BuildEngine, serve
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.telemetry import configure_logging, wants_console
@@ -53,7 +54,22 @@ def run(arguments: argparse.Namespace) -> int:
     if not settings.model.model:
         arguments.parser.error("no model: give --model DIR or set MODELWORKER_MODEL")
     check_model_path(settings.model.model)
+    if settings.recording.record_steps:
+        return _run_recorded(settings)
     return run_worker(settings, build_model_engine)
+
+
+def _run_recorded(settings: WorkerSettings) -> int:
+    prepare_folder(Path(settings.recording.record_steps))
+    with ExitStack() as at_end:
+
+        def build(settings: WorkerSettings, progress: Progress, counters: Counters) -> StepEngine:
+            engine = build_model_engine(settings, progress, counters)
+            recorder = StepRecorder(settings, engine.description, counters)
+            at_end.callback(recorder.close)
+            return RecordingEngine(engine, recorder, settings.recording.record_steps)
+
+        return run_worker(settings, build)
 
 
 def check_model_path(name: str) -> None:
@@ -95,7 +111,7 @@ def _leave_engine_behind(code: int) -> None:
                 os._exit(code)
 
 
-def build_model_engine(settings: WorkerSettings, progress: Progress, counters: Counters) -> StepEngine:
+def build_model_engine(settings: WorkerSettings, progress: Progress, counters: Counters) -> SeededEngine:
     """Builds the engine of a model. Runs on the engine's thread.
 
     `startup` is imported here and not above because it imports torch, which takes seconds: the worker answers probes before that,
@@ -106,7 +122,7 @@ def build_model_engine(settings: WorkerSettings, progress: Progress, counters: C
     """
     with progress.stage("importing torch"):
         startup = _load("startup", needed_by="`serve`", extra="worker")
-    engine: StepEngine = startup.build_engine(find_model(settings, progress), progress, counters)
+    engine: SeededEngine = startup.build_engine(find_model(settings, progress), progress, counters)
     return engine
 
 

@@ -1,10 +1,9 @@
 """The decoder in compiled pieces, with attention between them."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from modelworker.compiler.cache import ArtifactCache
 from modelworker.compiler.compile import compile_model
 from modelworker.compiler.counters import CompileCounters
-from modelworker.compiler.model import CompiledModel, Piece
+from modelworker.compiler.model import CompiledModel, Piece, SplittingOp
 from modelworker.compiler.model_source import ModelSource
 from modelworker.compiler.program import StepInput
 from modelworker.compiler.settings import CompileSettings
@@ -22,28 +21,11 @@ from modelworker.ops.triton_library import TritonLibrary
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.progress import Progress
-from modelworker.worker.step_buffers import RunDecoder, StepInputs
+from modelworker.worker.step_buffers import RunDecoder, StepBuffers, StepInputs
 
 _FIRST_PARTIES = ("torch", "modelworker", "builtins", "abc", "typing")
 _FOLDERS_TRACED = ("ops", "worker/models")
-
-
-class DecoderStage(NamedTuple):
-    """A part of the decoder; tensors pass between stages in numbered slots.
-
-    Attributes:
-        name: for messages.
-        run: takes the tensors of the slots in `reads`, in a list that it may empty, and returns those of `writes`.
-        reads: slots.
-        writes: slots.
-        is_piece: whether it is a piece; else it is an op at which the decoder is split.
-    """
-
-    name: str
-    run: Callable[[list[Tensor]], Sequence[Tensor]]
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    is_piece: bool
+_FILES_TRACED = ("worker/compiled_decoder.py", "worker/step_buffers.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +34,8 @@ class CompiledDecoder:
 
     Attributes:
         run: computes a step without graphs.
-        stages: with the code that `run` uses. The first slots hold the step's inputs, those that follow `bound`.
+        stages: with the code that `run` uses. Tensors pass between them in numbered slots: the first hold the step's inputs, those
+            that follow `bound`.
         plain_stages: the same stages, whose pieces call their ops one by one, so that a recorder sees them.
         bound: what is the same in every step: weights, tables and the KV cache.
         outputs: slots that hold at the end what the decoder returns.
@@ -60,8 +43,8 @@ class CompiledDecoder:
     """
 
     run: RunDecoder
-    stages: tuple[DecoderStage, ...]
-    plain_stages: tuple[DecoderStage, ...]
+    stages: tuple[Piece | SplittingOp, ...]
+    plain_stages: tuple[Piece | SplittingOp, ...]
     bound: tuple[Tensor, ...]
     outputs: tuple[int, ...]
     has_generated_code: bool
@@ -70,8 +53,8 @@ class CompiledDecoder:
 def decoder_source(
     model: CausalLM,
     kv_cache: KvCache,
+    buffers: StepBuffers,
     *,
-    max_blocks: int,
     device: torch.device,
     kernels: CpuLibrary | None,
     triton: TritonLibrary | None,
@@ -82,7 +65,7 @@ def decoder_source(
     Args:
         model: with its weights.
         kv_cache: that it writes to.
-        max_blocks: of a block table.
+        buffers: of its inputs, whose sizes no step exceeds.
         device: where it computes.
         kernels: of the CPU.
         triton: kernels of the GPU; None: there are none.
@@ -102,11 +85,16 @@ def decoder_source(
         "slots": step_input(torch.int64, "num_tokens"),
         "query_starts": step_input(torch.int32, "num_sequences + 1"),
         "seq_lens": step_input(torch.int32, "num_sequences"),
-        "block_tables": step_input(torch.int32, "num_sequences", max_blocks),
+        "block_tables": step_input(torch.int32, "num_sequences", buffers.max_blocks),
     }
     return ModelSource(
         function=decode,
         inputs=inputs,
+        max_sizes={
+            "num_tokens": buffers.max_tokens,
+            "num_sequences": buffers.max_sequences,
+            "num_sequences + 1": buffers.max_sequences + 1,
+        },
         bound=_bound_tensors(model, kv_cache),
         splitting_ops=splitting_ops(kernels, triton),
         op_namespaces=op_namespaces(kernels, triton),
@@ -130,12 +118,15 @@ def compile_decoder(
     Raises:
         CompileError: it can't be compiled.
     """
+    if settings.partition == "inductor":
+        # The code of the one piece that there is reads the cache.
+        source = replace(source, any_length=frozenset())
     with progress.stage("compiling") as advance:
         compiled = compile_model(source, settings, counters=counters, cache=cache, advance=lambda _done, _total: advance(1))
     return CompiledDecoder(
         run=_run_of(compiled),
-        stages=_stages_of(compiled),
-        plain_stages=_stages_of(compiled.plain()),
+        stages=compiled.stages,
+        plain_stages=compiled.plain().stages,
         bound=compiled.bound,
         outputs=compiled.program.outputs,
         has_generated_code=settings.backend != "eager",
@@ -149,15 +140,6 @@ def _run_of(model: CompiledModel) -> RunDecoder:
         return (hidden_states,)
 
     return run
-
-
-def _stages_of(model: CompiledModel) -> tuple[DecoderStage, ...]:
-    return tuple(
-        DecoderStage(f"piece {stage.index}", stage.run, stage.inputs, stage.outputs, True)
-        if isinstance(stage, Piece)
-        else DecoderStage(stage.name, stage.run, stage.inputs, stage.outputs, False)
-        for stage in model.stages
-    )
 
 
 def _bound_tensors(model: nn.Module, kv_cache: KvCache) -> dict[str, Tensor]:
@@ -176,9 +158,8 @@ def _cache_tensors(kv_cache: KvCache) -> dict[str, Tensor]:
 def _traced_files(model: nn.Module) -> tuple[Path, ...]:
     """The code that is traced, or that defines ops, that of plug-ins included."""
     root = Path(__file__).resolve().parent.parent
-    files: Sequence[Path] = [
-        path for folder in _FOLDERS_TRACED for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")
-    ]
+    files = [path for folder in _FOLDERS_TRACED for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    files += [root / name for name in _FILES_TRACED]
     classes = {base for module in model.modules() for base in type(module).__mro__}
     others = {base for base in classes if base.__module__.partition(".")[0] not in _FIRST_PARTIES}
     packages = {Path(inspect.getfile(base)).parent if "." in base.__module__ else Path(inspect.getfile(base)) for base in others}

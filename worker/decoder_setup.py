@@ -65,6 +65,7 @@ class ReadyDecoder:
         optimization_level: that it came to.
         graph_mode: likewise.
         captured: what is served, with its cost.
+        graph_bytes: memory that all graphs together take.
         findings: of the checks.
         degradations: what isn't as it was asked for.
     """
@@ -73,6 +74,7 @@ class ReadyDecoder:
     optimization_level: int
     graph_mode: str
     captured: tuple[CapturedSize, ...]
+    graph_bytes: int
     findings: tuple[str, ...]
     degradations: tuple[Degradation, ...]
 
@@ -101,16 +103,21 @@ def prepare_decoder(
             progress=progress,
         )
         checks, failed = _check(captured, parts, progress)
-        longest = min(
-            parts.max_model_len, settings.step.max_tokens_per_step, (parts.kv_cache.num_blocks - 1) * settings.kv_cache.block_size
+        found, wrong_code = check_compiled(
+            captured.runner,
+            parts.kv_cache,
+            vocab_size=parts.vocab_size,
+            max_model_len=parts.max_model_len,
+            max_tokens=settings.step.max_tokens_per_step,
         )
-        found, wrong_code = check_compiled(captured.runner, parts.kv_cache, vocab_size=parts.vocab_size, max_tokens=longest)
         costs = measure_costs(captured.runner)
     return ReadyDecoder(
         runner=captured.runner,
-        optimization_level=plan.optimization_level,
+        # Where generated code failed its check, none is served.
+        optimization_level=0 if wrong_code and not captured.runner.compiled_modes else plan.optimization_level,
         graph_mode=captured.runner.dispatcher.served_mode.value,
         captured=costs,
+        graph_bytes=captured.num_bytes,
         findings=(*found, *map(str, checks), *captured.findings),
         degradations=(*degradations, *no_graphs, *captured.degradations, *failed, *wrong_code),
     )
@@ -128,13 +135,15 @@ def _compile(
     plan: ExecutionPlan, parts: DecoderParts, settings: WorkerSettings, counters: CompileCounters, progress: Progress
 ) -> tuple[ExecutionPlan, CompiledDecoder | None, tuple[Degradation, ...]]:
     """Compiles where the plan says so; where that fails, returns a plan without it."""
-    compile_settings = compile_settings_of(plan.optimization_level, backend=plan.compiler)
+    compile_settings = compile_settings_of(
+        plan.optimization_level, backend=plan.compiler, partition=plan.partition, disabled_passes=plan.disabled_passes
+    )
     if compile_settings is None:
         return plan, None, ()
     source = decoder_source(
         parts.model,
         parts.kv_cache,
-        max_blocks=parts.buffers.max_blocks,
+        parts.buffers,
         device=parts.device,
         kernels=parts.kernels.library,
         triton=parts.triton,
@@ -157,4 +166,4 @@ def _check(captured: Captured, parts: DecoderParts, progress: Progress) -> tuple
             vocab_size=parts.vocab_size,
             max_model_len=parts.max_model_len,
         )
-    return checks, disable_failed(captured.runner, checks)
+    return checks.worst, disable_failed(captured.runner, checks)

@@ -22,8 +22,7 @@ from modelworker.worker.demo_display import Display, Pane, PaneDisplay, PlainDis
 from modelworker.worker.demo_worker import WorkerProcess
 from modelworker.worker.errors import SetupError
 from modelworker.worker.flags import CommandParser, checked_type
-from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import (
+from modelworker.worker.scheduler import (
     Event,
     FinishReason,
     KvCacheRecomputed,
@@ -32,6 +31,7 @@ from modelworker.worker.scheduler_types import (
     RequestFinished,
     RequestPreempted,
     Sampling,
+    Scheduler,
     SchedulerSettings,
     StepExecuted,
     TokenSampled,

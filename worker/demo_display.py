@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from modelworker.worker.scheduler_types import FinishReason, RequestFinished, StepExecuted
+from modelworker.worker.scheduler import FinishReason, RequestFinished, StepExecuted
 
 _PLAIN_WIDTH = 88
 _TWO_COLUMNS_FROM = 90

@@ -12,6 +12,7 @@ from modelworker.worker.machine import read_cpu
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.models.weights import LoadedWeights
+from modelworker.worker.plan import choose_feedback_capacity
 from modelworker.worker.settings import ModelSettings, WorkerSettings
 from modelworker.worker.versions import installed_versions
 
@@ -23,7 +24,7 @@ def describe_limits(settings: WorkerSettings) -> StepLimits:
         max_tokens_per_step=settings.step.max_tokens_per_step,
         max_steps_in_flight=settings.fencing.max_steps_in_flight,
         max_message_bytes=settings.server.max_message_size,
-        max_feedback_sequences=0,
+        max_feedback_sequences=choose_feedback_capacity(settings),
         lease_idle_ms=round(settings.fencing.lease_idle_seconds * 1000),
         max_replays=settings.fencing.max_replays,
     )

@@ -12,7 +12,9 @@ from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.cpu_kernels import CpuKernels, choose_isa
 from modelworker.worker.errors import SetupError
 from modelworker.worker.examination import Examination, Found, Outcome, Status
+from modelworker.worker.execution_plan import plan_execution
 from modelworker.worker.machine import read_machine
+from modelworker.worker.memory_budget import graph_bytes
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.models.checkpoint import Checkpoint
 from modelworker.worker.models.config import ModelConfig, read_json_object
@@ -63,7 +65,9 @@ def examine_model(examination: Examination, settings: WorkerSettings, directory:
     checkpoint = check("files", lambda: _files(directory.value))
     check("weights", lambda: _weights(model.value, checkpoint.value))
     left = check(
-        "memory", lambda: _memory(model.value, dtype.value, device.value), advice="use a machine, or a limit, with more memory"
+        "memory",
+        lambda: _memory(settings, config.value, model.value, dtype.value, device.value),
+        advice="use a machine, or a limit, with more memory",
     )
     plan = check("kv_cache", lambda: _kv_cache(settings, config.value, dtype.value, max_model_len.value, left.value))
     check("step_memory", lambda: _step_memory(settings.step, config.value, max_model_len.value, plan.value, left.value))
@@ -175,12 +179,16 @@ def _weights(model: CausalLM, checkpoint: Checkpoint) -> Found[None]:
     return Found(value=None, text=f"all {len(slots)} tensors that the model needs are there, in the right shapes")
 
 
-def _memory(model: CausalLM, dtype: DtypeChoice, device: torch.device) -> Found[int]:
-    """Finds out what is free once the weights are loaded, in the type that was chosen."""
+def _memory(settings: WorkerSettings, config: ModelConfig, model: CausalLM, dtype: DtypeChoice, device: torch.device) -> Found[int]:
+    """Finds out what is left for the KV cache and steps once the weights are loaded, in the type that was chosen."""
     needed_bytes, free_bytes = weights_bytes(model), free_bytes_of(device, read_machine())
     check_weights_fit(needed_bytes, free_bytes)
+    graphs = plan_execution(settings.execution, settings.step).graphs
+    for_graphs = graph_bytes(graphs, config, dtype=dtype.dtype, device=device)
     text = f"weights in {dtype.name} take {format_bytes(needed_bytes)} of {format_bytes(free_bytes)} free"
-    return Found(value=free_bytes - needed_bytes, text=text)
+    if for_graphs:
+        text += f", graphs at most about {format_bytes(for_graphs)}"
+    return Found(value=free_bytes - needed_bytes - for_graphs, text=text)
 
 
 def _kv_cache(
@@ -190,7 +198,7 @@ def _kv_cache(
     tokens = (plan.num_blocks - 1) * plan.geometry.block_size
     text = (
         f"{plan.num_blocks:,} blocks of {plan.geometry.block_size} tokens, {format_bytes(plan.num_bytes)} of "
-        f"{format_bytes(free_bytes)} that the weights leave; {tokens:,} tokens, {tokens / max_model_len:.1f} longest sequences"
+        f"{format_bytes(free_bytes)} that are left; {tokens:,} tokens, {tokens / max_model_len:.1f} longest sequences"
     )
     return Found(value=plan, text=text)
 

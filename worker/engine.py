@@ -1,32 +1,19 @@
 """The engine: executes one step at a time. Everything here runs on the engine thread."""
 
-import dataclasses
 import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from modelworker.worker.batch import (
-    BoolArray,
-    GraphExecution,
-    IndexArray,
-    Int32Array,
-    SampledLogprobs,
-    SamplingBatch,
-    SequenceErrorCode,
-    SequenceFailure,
-    StepBatch,
-    StepResult,
-    StepTimings,
-    UInt64Array,
-)
+from modelworker.worker.batch import Int32Array, SequenceErrorCode, SequenceFailure, StepBatch, StepResult, StepTimings, UInt64Array
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import FatalEngineError
+from modelworker.worker.feedback import FeedbackTable, ResolvedStep
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
-from modelworker.worker.sampling import Samples, greedy_samples, sample
+from modelworker.worker.sampling import Sampler
+from modelworker.worker.step_buffers import NO_SLOT, StepInputs
 from modelworker.worker.step_runner import StepRunner, Way
 
 
@@ -39,6 +26,7 @@ class Engine:
         model: CausalLM,
         kv_cache: KvCache,
         runner: StepRunner,
+        feedback: FeedbackTable,
         description: WorkerDescription,
         device: torch.device,
     ) -> None:
@@ -46,14 +34,18 @@ class Engine:
         self.model = model
         self.kv_cache = kv_cache
         self.runner = runner
+        self.feedback = feedback
+        self.sampler = Sampler(model, feedback.recent)
         self._device = device
-        # Seeds of the rows whose seed the router leaves open.
-        self._open_seeds = np.random.default_rng()
 
     def step(self, batch: StepBatch) -> StepResult:
-        """Hot path: executes a step and returns its samples. Writes the KV cache in the slots of its tokens, nowhere else.
+        """Hot path: executes a step and returns its samples.
+
+        Writes the KV cache in the blocks that the step zeroes or copies to and in the slots of its tokens, nowhere else.
 
         Raises:
+            PreconditionError: FEEDBACK_MISMATCH; nothing was changed.
+            OverloadedError: no room for more sequences in the feedback table; nothing was changed.
             FatalEngineError: the device reports a fault, after which its context can't be used any more.
         """
         return self.step_as(batch, Way(self.runner.choose(batch)))
@@ -68,100 +60,68 @@ class Engine:
     def _execute(self, batch: StepBatch, way: Way) -> StepResult:
         with torch.inference_mode():
             begun = time.monotonic_ns()
+            step = self.feedback.resolve(batch)
+            batch = step.batch
+            plan = self.sampler.plan(batch, step.failed_sources)
+            self.kv_cache.zero_blocks(batch.zero_block_ids)
+            self.kv_cache.copy_blocks(batch.copy_source_ids, batch.copy_destination_ids)
             inputs = self.runner.stage(batch, way.choice.key)
-            sampled_rows = np.flatnonzero(batch.sample)
-            # The usual decode: a row is a token, and each one samples.
-            is_plain_decode = batch.num_tokens == batch.num_sequences == len(sampled_rows)
+            if step.failed_sources.size:
+                self._withhold(step, inputs)
             prepared = time.monotonic_ns()
             hidden, execution = self.runner.decode(batch, inputs, way)
-            last_states = hidden if is_plain_decode else hidden[batch.query_starts[1:][sampled_rows] - 1]
-            if batch.sampling is None:
-                token_ids, _, finite = self.model.greedy(last_states)
-                forwarded = time.monotonic_ns()
-                samples = greedy_samples(token_ids, finite)
-            else:
-                logits = self.model.compute_logits(last_states)
-                forwarded = time.monotonic_ns()
-                parameters = _parameters_of(batch.sampling, sampled_rows)
-                samples = sample(logits, parameters, self._seeds(parameters), batch.seq_lens[sampled_rows])
-            # What is not finite in the state that a token was sampled from isn't finite in its logits either.
-            hidden_finite = np.ones(len(sampled_rows), np.bool_) if is_plain_decode else self._finite_rows(batch, hidden)
+            scores = self.sampler.score(batch, plan, hidden)
+            forwarded = time.monotonic_ns()
+            samples = self.sampler.finish(batch, plan, hidden, scores)
             sampled = time.monotonic_ns()
-        result = _assemble(batch, sampled_rows, samples, hidden_finite, execution, self.description.kv_cache.block_size)
-        timings = StepTimings(prepare_ns=prepared - begun, forward_ns=forwarded - prepared, sample_ns=sampled - forwarded)
-        return dataclasses.replace(result, timings=timings)
+        result = StepResult(
+            sampled_counts=samples.counts,
+            sampled_ids=samples.token_ids,
+            logprobs=samples.logprobs,
+            prompt_logprobs=samples.prompt_logprobs,
+            sequence_errors=samples.failures,
+            tainted_block_ids=_tainted_blocks(batch, samples.failures, self.description.kv_cache.block_size),
+            graph=execution,
+            timings=StepTimings(prepare_ns=prepared - begun, forward_ns=forwarded - prepared, sample_ns=sampled - forwarded),
+        )
+        self.feedback.record(step, result)
+        return result
 
     def reset_kv_cache(self) -> None:
-        """Fills the KV cache with zeros."""
+        """Fills the KV cache with zeros, and forgets the sampled tokens of all sequences."""
         self.kv_cache.zero()
+        self.feedback.clear()
 
-    def _seeds(self, parameters: SamplingBatch) -> UInt64Array:
-        open_seeds = self._open_seeds.integers(0, 2**64, size=len(parameters.seed), dtype=np.uint64)
-        return np.where(parameters.has_seed, parameters.seed, open_seeds)
+    def release_sequences(self, sequence_ids: UInt64Array) -> int:
+        """Forgets the sampled tokens of sequences. Returns how many of them were known."""
+        return self.feedback.release(sequence_ids)
 
-    def _finite_rows(self, batch: StepBatch, hidden: Tensor) -> BoolArray:
-        """Returns whether all hidden states of each row are finite: a token's NaN is in its keys and values too."""
-        if batch.num_sequences == 0:
-            return np.ones(0, np.bool_)
-        finite = torch.isfinite(hidden).all(-1).numpy(force=True)
-        return np.logical_and.reduceat(finite, batch.query_starts[:-1])
+    def seed_open_rows(self, number: int) -> None:
+        """Makes the seeds of rows without one, of the steps that follow, a function of a number (of 64 bits)."""
+        self.sampler.seed_open_rows(number)
 
+    def _withhold(self, step: ResolvedStep, inputs: StepInputs) -> None:
+        """Keeps rows whose token is a placeholder from writing keys and values.
 
-def _parameters_of(sampling: SamplingBatch, rows: IndexArray) -> SamplingBatch:
-    return SamplingBatch(**{field.name: getattr(sampling, field.name)[rows] for field in dataclasses.fields(SamplingBatch)})
-
-
-def _assemble(
-    batch: StepBatch,
-    sampled_rows: IndexArray,
-    samples: Samples,
-    hidden_finite: BoolArray,
-    execution: GraphExecution,
-    block_size: int,
-) -> StepResult:
-    """Puts the samples of the sampling rows into the order of all rows, failed rows apart."""
-    finite = hidden_finite.copy()
-    finite[sampled_rows] &= samples.finite
-    failures = tuple(_failure(int(row), bool(batch.sample[row])) for row in np.flatnonzero(~finite))
-    succeeded = finite[sampled_rows]
-    counts = np.zeros(batch.num_sequences, np.int32)
-    counts[sampled_rows] = succeeded
-    return StepResult(
-        sampled_counts=counts,
-        sampled_ids=samples.token_ids[succeeded],
-        logprobs=_assemble_logprobs(batch, sampled_rows, samples, succeeded),
-        sequence_errors=failures,
-        tainted_block_ids=_tainted_blocks(batch, [failure.index for failure in failures], block_size),
-        graph=execution,
-    )
+        Their slots hold NaN instead, so that a row which reads them fails too, in this step and in later ones.
+        """
+        tokens = np.flatnonzero(np.isin(step.batch.rows, step.failed_sources))
+        self.kv_cache.spoil_slots(step.batch.slots(self.description.kv_cache.block_size)[tokens])
+        inputs.slots[torch.from_numpy(tokens).to(inputs.slots.device)] = NO_SLOT
 
 
-def _failure(row: int, sampled: bool) -> SequenceFailure:
-    if sampled:
-        message = f"row {row}: the logits contain NaN or infinity, so no token was sampled"
-        return SequenceFailure(index=row, code=SequenceErrorCode.NON_FINITE_LOGITS, message=message)
-    message = f"row {row}: the hidden states contain NaN or infinity"
-    return SequenceFailure(index=row, code=SequenceErrorCode.NON_FINITE_HIDDEN_STATE, message=message)
+def _tainted_blocks(batch: StepBatch, failures: Sequence[SequenceFailure], block_size: int) -> Int32Array:
+    """Returns the blocks of failed rows, ascending: those read too, for the fault may have come from there.
 
-
-def _tainted_blocks(batch: StepBatch, rows: Sequence[int], block_size: int) -> Int32Array:
-    """Returns the blocks of failed rows, ascending: those read too, for the fault may have come from there."""
-    used = -(-batch.seq_lens // block_size)
-    blocks = [batch.block_tables[row, : used[row]] for row in rows]
+    A row that had no token to choose from has no fault in its keys and values, and one whose token was never sampled only in those
+    that it should have written.
+    """
+    blocks = []
+    for failure in failures:
+        row = failure.index
+        if failure.code is SequenceErrorCode.NO_ALLOWED_TOKEN:
+            continue
+        is_placeholder = failure.code is SequenceErrorCode.FEEDBACK_SOURCE_FAILED
+        first = batch.context_lens[row] // block_size if is_placeholder else 0
+        blocks.append(batch.block_tables[row, first : -(-batch.seq_lens[row] // block_size)])
     return np.unique(np.concatenate(blocks)) if blocks else np.zeros(0, np.int32)
-
-
-def _assemble_logprobs(
-    batch: StepBatch, sampled_rows: IndexArray, samples: Samples, succeeded: BoolArray
-) -> SampledLogprobs | None:
-    if batch.sampling is None or samples.logprobs is None or samples.ranks is None:
-        return None
-    wanted = batch.sampling.num_logprobs[sampled_rows] >= 0
-    listed = wanted & succeeded
-    return SampledLogprobs(
-        processed=batch.sampling.processed_logprobs,
-        counts=wanted[succeeded].astype(np.int32),
-        token_ids=samples.token_ids[listed],
-        values=samples.logprobs[listed],
-        ranks=samples.ranks[listed],
-    )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from modelworker.worker.batch import StepBatch, StepResult
+from modelworker.worker.batch import StepBatch, StepResult, UInt64Array
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import (
     EngineFaultError,
@@ -53,6 +53,13 @@ class StepEngine(Protocol):
 
     def reset_kv_cache(self) -> None:
         """Fills the KV cache with zeros. Any exception ends the worker."""
+
+    def release_sequences(self, sequence_ids: UInt64Array) -> int:
+        """Forgets what is kept of sequences for token feedback. Returns how many were known. Any exception ends the worker.
+
+        Args:
+            sequence_ids: [number of sequences], any number, in any order; one that is not known is no error.
+        """
 
 
 class Executor:
@@ -156,7 +163,7 @@ class Executor:
         Raises:
             WorkerError: it is refused.
         """
-        self._check_built()
+        self._built_engine()
         return self._queue.admit(batch)
 
     async def submit(self, batch: StepBatch) -> Answer:
@@ -173,12 +180,27 @@ class Executor:
         Raises:
             WorkerError: `expected_epoch` is not the worker's, or no work is taken now.
         """
-        self._check_built()
+        self._built_engine()
         return await self._queue.call(lambda: self._reset(expected_epoch)).answer()
 
-    def _check_built(self) -> None:
+    async def release_sequences(self, *, worker_epoch: int, router_id: int, sequence_ids: UInt64Array) -> int:
+        """Forgets sequences, after the steps admitted before. Returns how many were known.
+
+        Raises:
+            WorkerError: the epoch is not the worker's, another router owns it, or no work is taken now.
+        """
+        engine = self._built_engine()
+
+        def release() -> int:
+            self._queue.check_caller(worker_epoch, router_id)
+            return engine.release_sequences(sequence_ids)
+
+        return await self._queue.call(release).answer()
+
+    def _built_engine(self) -> StepEngine:
         if self._engine is None:
             raise UnavailableError("the worker is starting", retry_after_ms=_RETRY_WHILE_STARTING_MS)
+        return self._engine
 
     # -- from the engine thread to the event loop --
 

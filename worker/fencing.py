@@ -233,6 +233,15 @@ class Fence(Generic[AnswerT]):
         if expected != self._epoch:
             raise self.lost(expected)
 
+    def check_router(self, router_id: int) -> None:
+        """Checks that a router owns the worker, or nobody does.
+
+        Raises:
+            PreconditionError: WORKER_OWNED, another one does.
+        """
+        if self._holder not in (NOBODY, router_id):
+            raise self._owned(f"router_id is {router_id}")
+
     def lost(self, expected: int) -> PreconditionError:
         """Returns what a caller is told who means another epoch."""
         return PreconditionError(
@@ -263,14 +272,16 @@ class Fence(Generic[AnswerT]):
 
     def _check_owner(self, step: FencedStep) -> None:
         if not self._is_holder(step):
-            who = f"router_id is {step.router_id}" if step.is_sequenced else "step_id is 0"
-            raise PreconditionError(
-                PreconditionReason.WORKER_OWNED,
-                f"{who}: router {self._holder} owns this worker's KV cache, until ResetKvCache or "
-                f"{self._lease_idle_seconds:g} s without a step of its own",
-                lease_holder=self._holder,
-                expires_in_ms=max(0, math.ceil(self._lease_seconds_left() * 1000)),
-            )
+            raise self._owned(f"router_id is {step.router_id}" if step.is_sequenced else "step_id is 0")
+
+    def _owned(self, who: str) -> PreconditionError:
+        return PreconditionError(
+            PreconditionReason.WORKER_OWNED,
+            f"{who}: router {self._holder} owns this worker's KV cache, until ResetKvCache or "
+            f"{self._lease_idle_seconds:g} s without a step of its own",
+            lease_holder=self._holder,
+            expires_in_ms=max(0, math.ceil(self._lease_seconds_left() * 1000)),
+        )
 
     def _check_order(self, step: FencedStep, expected: int) -> None:
         if step.step_id != expected:

@@ -126,8 +126,14 @@ def checked_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
-def add_settings(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
-    """Adds one flag for every field of a settings class; fields that are settings classes become groups with their title."""
+def add_settings(parser: argparse.ArgumentParser, settings: type[Any], *, has_defaults: bool = True) -> None:
+    """Adds one flag for every field of a settings class; fields that are settings classes become groups with their title.
+
+    Args:
+        parser: gets the flags.
+        settings: class of the settings.
+        has_defaults: what is not given gets its default; else it is missing from the parsed arguments.
+    """
     hints = typing.get_type_hints(settings)
     plain = [field for field in dataclasses.fields(settings) if not dataclasses.is_dataclass(hints[field.name])]
     if plain:
@@ -135,21 +141,22 @@ def add_settings(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
         name = re.sub("(?<!^)(?=[A-Z])", " ", settings.__name__.removesuffix("Settings")).lower().replace("kv ", "KV ")
         group = parser.add_argument_group(name, summary)
         for field in plain:
-            _add_flag(group, field, is_boolean=hints[field.name] is bool)
+            default = field.default if has_defaults else argparse.SUPPRESS
+            _add_flag(group, field, default, is_boolean=hints[field.name] is bool)
     for field in dataclasses.fields(settings):
         if field not in plain:
-            add_settings(parser, hints[field.name])
+            add_settings(parser, hints[field.name], has_defaults=has_defaults)
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: "dataclasses.Field[Any]", *, is_boolean: bool) -> None:
+def _add_flag(group: argparse._ArgumentGroup, field: "dataclasses.Field[Any]", default: object, *, is_boolean: bool) -> None:
     flag = "--" + field.name.replace("_", "-")
     if is_boolean:
-        group.add_argument(flag, default=field.default, help=field.metadata["help"], action=argparse.BooleanOptionalAction)
+        group.add_argument(flag, default=default, help=field.metadata["help"], action=argparse.BooleanOptionalAction)
         return
     choices = field.metadata["choices"] or None
     group.add_argument(
         flag,
-        default=field.default,
+        default=default,
         help=field.metadata["help"],
         type=checked_type(field.metadata["parse"]),
         choices=choices,

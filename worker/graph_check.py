@@ -3,27 +3,24 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from modelworker.graphs.dispatch import Choice, Reason
+from modelworker.graphs.dispatch import Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
+from modelworker.worker.check_reference import STRAY_WRITE, CheckReference
 from modelworker.worker.description import CapturedSize, Degradation
 from modelworker.worker.kv_cache import KvCache
-from modelworker.worker.step_buffers import NULL_BLOCK
-from modelworker.worker.step_runner import GRAPH_MODES, StepRunner, Way
-from modelworker.worker.twin_steps import StepMaker, TwinStep
+from modelworker.worker.step_runner import GRAPH_MODES, StepRunner
+from modelworker.worker.twin_steps import StepMaker
 
 # Of the root mean square of the hidden states. Padding sends products through kernels for other numbers of rows, which sum in
 # another order: 2e-6 in fp32 and 0.06 in bf16 were seen at most; a wrong position, slot or row moves them by more than 0.5.
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
-# Exact in every dtype, and unlike any key or value that a model computes.
-_CANARY = 1024.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,15 +57,24 @@ class ModeCheck:
         return f"{self.mode.name} graphs and plain modules {verdict}: {found} ({self.key})"
 
 
-def check_modes(runner: StepRunner, kv_cache: KvCache, *, vocab_size: int, max_model_len: int) -> tuple[ModeCheck, ...]:
-    """Runs every graph on a random step that it pads, and the smallest and the largest of each kind on one that fills it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChecksOfModes:
+    """What came of checking all graphs.
 
-    Plain modules run the same steps. Both start from the same random keys and values, in different blocks. Hidden states and all
-    that the steps' blocks hold afterwards are compared; blocks that belong to nobody must stay as they are. The cache holds garbage
-    afterwards.
+    Attributes:
+        worst: of each mode.
+        unchecked: graphs that steps can have, and for which the cache had no room.
+    """
 
-    Returns:
-        the worst of each mode.
+    worst: tuple[ModeCheck, ...]
+    unchecked: tuple[GraphKey, ...]
+
+
+def check_modes(runner: StepRunner, kv_cache: KvCache, *, vocab_size: int, max_model_len: int) -> ChecksOfModes:
+    """Runs every graph on random rows that it pads, and the smallest and the largest of each kind on rows that fill it.
+
+    Plain modules run the same rows. Both start from the same random keys and values, in different blocks. Hidden states, keys and
+    values are compared; what belongs to no row of a step must stay as it is. The cache holds garbage afterwards.
     """
     maker = StepMaker(
         random=np.random.default_rng(0),
@@ -78,23 +84,29 @@ def check_modes(runner: StepRunner, kv_cache: KvCache, *, vocab_size: int, max_m
         max_model_len=max_model_len,
         vocab_size=vocab_size,
     )
+    possible = [key for key in runner.captured if maker.is_possible(key)]
     worst: dict[RuntimeMode, ModeCheck] = {}
-    for key, num_tokens in _samples(runner.captured):
-        step = maker.make(key, num_tokens)
-        if step is None:
-            continue
-        found = _check(runner, kv_cache, key, step)
-        if key.mode not in worst or found.badness > worst[key.mode].badness:
-            worst[key.mode] = found
-    return tuple(worst.values())
+    checked: set[GraphKey] = set()
+    for samples in _samples(possible):
+        for found in _check_kind(runner, kv_cache, maker, samples):
+            checked.add(found.key)
+            if found.mode not in worst or found.badness > worst[found.mode].badness:
+                worst[found.mode] = found
+    return ChecksOfModes(worst=tuple(worst.values()), unchecked=tuple(key for key in possible if key not in checked))
 
 
-def disable_failed(runner: StepRunner, checks: Sequence[ModeCheck]) -> tuple[Degradation, ...]:
-    """Takes the modes that did not pass out of service, and says so."""
-    failed = [check for check in checks if not check.passed]
+def disable_failed(runner: StepRunner, checks: ChecksOfModes) -> tuple[Degradation, ...]:
+    """Takes the modes that did not pass out of service, and says so, as of the graphs that could not be checked."""
+    failed = [check for check in checks.worst if not check.passed]
     for check in failed:
         runner.disable(check.mode, Reason.FAILED_SELF_CHECK)
-    return tuple(Degradation(reason="graphs_failed_self_check", message=f"{check}: the mode is not served") for check in failed)
+    degradations = [Degradation(reason="graphs_failed_self_check", message=f"{check}: the mode is not served") for check in failed]
+    if unchecked := [str(key) for key in checks.unchecked if key in runner.captured]:
+        message = (
+            f"the KV cache has no room to check the graphs {', '.join(unchecked)}: more --num-blocks would let them be checked"
+        )
+        degradations.append(Degradation(reason="graphs_not_checked", message=message))
+    return tuple(degradations)
 
 
 def measure_costs(runner: StepRunner) -> tuple[CapturedSize, ...]:
@@ -123,72 +135,74 @@ def _replay_ms(runner: StepRunner, key: GraphKey) -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
-def _samples(captured: Sequence[GraphKey]) -> Iterator[tuple[GraphKey, int]]:
-    """Yields graphs, and of how many tokens a step for them is: one row, or in a graph of any mix one token, less than it has."""
-    kinds: dict[tuple[RuntimeMode, int | None], list[GraphKey]] = {}
-    for key in sorted(captured, key=lambda key: key.num_tokens):
-        kinds.setdefault((key.mode, key.uniform_query_len), []).append(key)
-    for (_, query_len), keys in kinds.items():
-        row = query_len or 1
-        yield from ((key, key.num_tokens - row) for key in keys if key.num_tokens > row)
-        yield from {(key, key.num_tokens): None for key in (keys[0], keys[-1])}
+class _Sample(NamedTuple):
+    """Rows to be checked.
+
+    Attributes:
+        keys: of the graphs that run them. They are rows for the first, and fit the others.
+        num_tokens: of the rows, at most.
+    """
+
+    keys: tuple[GraphKey, ...]
+    num_tokens: int
 
 
-def _check(runner: StepRunner, kv_cache: KvCache, key: GraphKey, step: TwinStep) -> ModeCheck:
-    first, second = torch.from_numpy(step.first_blocks).long(), torch.from_numpy(step.second_blocks).long()
-    caches = [cache for layer in kv_cache.layers for cache in layer]
-    with _one_thread():
-        _fill_alike(caches, first, second)
-    plain = Way(Choice(None, Reason.NONE), is_plain=True)
-    expected = runner.decode(step.first, runner.stage(step.first, None), plain).hidden_states.clone()
-    # The last slot of the cache is where slot -1 leads if it is taken for an index.
-    canaries = torch.tensor(sorted({NULL_BLOCK, kv_cache.num_blocks - 1} - set(step.second_blocks.tolist())))
-    with _one_thread():
-        expected_caches = [cache[first] for cache in caches]
-        for cache in caches:
-            # What the plain run leaves must not help a graph that reads a table of before.
-            cache[first] = _CANARY
-            cache[canaries] = _CANARY
-    (actual,) = runner.replay(key, runner.stage(step.second, key))
-    with _one_thread():
-        differences = [relative_difference(actual[: step.second.num_tokens], expected)]
-        differences += [relative_difference(cache[second], stored) for cache, stored in zip(caches, expected_caches, strict=True)]
-        is_confined = all(bool((cache[canaries] == _CANARY).all()) for cache in caches)
-        is_finite = bool(actual.isfinite().all())
-    fault = "" if is_finite else "hidden states are not finite"
-    if not is_confined:
-        fault = "keys or values were written outside of the step's slots"
-    # A NaN anywhere must not get lost in a maximum.
-    difference = float(np.max(differences))
+def _samples(captured: Sequence[GraphKey]) -> list[list[_Sample]]:
+    """Says what is run, from the largest down: rows of all a graph's tokens, or of a row, in a graph of any mix a token, less.
+
+    The decodes of one token that a FULL graph pads are run by the graph of any mix of the same size as well.
+    """
+    kinds: dict[tuple[bool, RuntimeMode, int | None], list[GraphKey]] = {}
+    for key in sorted(captured, key=lambda key: -key.num_tokens):
+        kinds.setdefault((key.uniform_query_len is None, key.mode, key.uniform_query_len), []).append(key)
+    of_any_mix = {key.num_tokens: key for key in captured if key.uniform_query_len is None}
+    planned: set[GraphKey] = set()
+    plan = []
+    for _, keys in sorted(kinds.items(), key=lambda kind: kind[0][0]):
+        samples = []
+        for index, key in enumerate(keys):
+            row = key.uniform_query_len or 1
+            if index in (0, len(keys) - 1):
+                samples.append(_Sample((key,), key.num_tokens))
+            if key.num_tokens > row and key not in planned:
+                twins = [of_any_mix[key.num_tokens]] if key.uniform_query_len == 1 and key.num_tokens in of_any_mix else []
+                planned.update(twins)
+                samples.append(_Sample((key, *twins), key.num_tokens - row))
+        plan.append(samples)
+    return plan
+
+
+def _check_kind(runner: StepRunner, kv_cache: KvCache, maker: StepMaker, samples: Sequence[_Sample]) -> Iterator[ModeCheck]:
+    """Checks the graphs of a kind over one set of rows. Where they don't fill half of a graph, another set is made."""
+    reference: CheckReference | None = None
+    compared: list[GraphKey] = []
+    for keys, num_tokens in samples:
+        rows: tuple[int, ...] = ()
+        if reference is not None:
+            rows = reference.step.select(maker.random, num_tokens=num_tokens, max_rows=maker.max_rows(keys[0]))
+        if reference is None or 2 * len(reference.step.tokens_of(rows)) < num_tokens:
+            step = maker.make(keys[0], num_tokens)
+            if step is None:
+                continue
+            yield from _check_strays(reference, compared, kv_cache)
+            reference, compared, rows = CheckReference(runner, kv_cache, step), [], tuple(range(len(step.rows)))
+        reference.run_plain(rows)
+        for key in keys:
+            difference, fault = reference.compare(key, rows)
+            compared.append(key)
+            yield _mode_check(key, kv_cache, difference, fault)
+    yield from _check_strays(reference, compared, kv_cache)
+
+
+def _check_strays(reference: CheckReference | None, compared: Sequence[GraphKey], kv_cache: KvCache) -> Iterator[ModeCheck]:
+    """Looks once at all that no graph had to write to. It doesn't show which graph did: all modes are blamed."""
+    if reference is not None and reference.has_stray_writes():
+        for key in {key.mode: key for key in compared}.values():
+            yield _mode_check(key, kv_cache, 0.0, STRAY_WRITE)
+
+
+def _mode_check(key: GraphKey, kv_cache: KvCache, difference: float, fault: str) -> ModeCheck:
     return ModeCheck(mode=key.mode, key=key, difference=difference, bound=BOUND[kv_cache.geometry.dtype], fault=fault)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keeps torch's own ops on this thread. They are many and small: while another process has a core, waiting would cost more."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _fill_alike(caches: Sequence[Tensor], first: Tensor, second: Tensor) -> None:
-    """Gives two sets of blocks the same random content, in every cache another one."""
-    noise = torch.randn_like(caches[0][first])
-    for index, cache in enumerate(caches):
-        content = noise.roll(index, dims=-1)
-        cache[first] = content
-        cache[second] = content
-
-
-def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Returns the largest difference in units of the expected values' root mean square; NaN where one of them is NaN."""
-    if torch.equal(actual, expected):
-        return 0.0
-    scale = expected.float().square().mean().sqrt().clamp(min=1e-6)
-    return float((actual.float() - expected.float()).abs().max() / scale)
 
 
 def _synchronize(device: torch.device) -> None:

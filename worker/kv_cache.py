@@ -10,12 +10,18 @@ import math
 import mmap
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from modelworker.worker.batch import Int32Array, Int64Array
+from modelworker.worker.copy_rounds import plan_copies
 from modelworker.worker.description import KvCacheDescription
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.settings import KvCacheSettings
+
+# 64 blocks of one layer's keys, for an 8B model with blocks of 32: 4 MiB.
+_MAX_COPIES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +53,7 @@ def choose_num_blocks(settings: KvCacheSettings, geometry: KvCacheGeometry, *, m
         settings: the first that is given of num_blocks, memory and fraction decides.
         geometry: of the cache.
         max_model_len: a sequence of this length must fit.
-        free_bytes: memory that is free on the device once the model is loaded.
+        free_bytes: memory that is free on the device once the model is loaded, without what graphs will take.
 
     Raises:
         SettingsError: the cache would be larger than the free memory, or hold less than one sequence.
@@ -57,8 +63,8 @@ def choose_num_blocks(settings: KvCacheSettings, geometry: KvCacheGeometry, *, m
     elif settings.kv_cache_memory is not None:
         num_blocks, source = settings.kv_cache_memory // geometry.bytes_per_block, f"--kv-cache-memory {settings.kv_cache_memory}"
     else:
-        num_blocks = int(free_bytes * settings.kv_cache_fraction) // geometry.bytes_per_block
-        source = f"--kv-cache-fraction {settings.kv_cache_fraction:g} of {free_bytes} free bytes"
+        num_blocks = int(max(free_bytes, 0) * settings.kv_cache_fraction) // geometry.bytes_per_block
+        source = f"--kv-cache-fraction {settings.kv_cache_fraction:g} of {max(free_bytes, 0)} free bytes"
     needed = -(-max_model_len // geometry.block_size) + 1
     if num_blocks < needed:
         raise SettingsError(
@@ -68,7 +74,8 @@ def choose_num_blocks(settings: KvCacheSettings, geometry: KvCacheGeometry, *, m
         )
     if num_blocks * geometry.bytes_per_block > free_bytes:
         raise SettingsError(
-            f"{source} needs {num_blocks * geometry.bytes_per_block} bytes for the KV cache, but only {free_bytes} are free"
+            f"{source} needs {num_blocks * geometry.bytes_per_block} bytes for the KV cache, but only {max(free_bytes, 0)} "
+            "are free for it"
         )
     return num_blocks
 
@@ -97,6 +104,8 @@ class KvCache:
             tensors = [torch.zeros(shape, dtype=geometry.dtype, device=device) for _ in range(num_tensors)]
         # Each is a storage of its own: a compiler must see that a write to one leaves the others as they are.
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(tensors[::2], tensors[1::2], strict=True))
+        self._device = device
+        self._copied = torch.empty((min(_MAX_COPIES_AT_ONCE, num_blocks), *shape[1:]), dtype=geometry.dtype, device=device)
 
     def zero(self) -> None:
         """Fills the whole cache with zeros, at the same addresses."""
@@ -107,6 +116,53 @@ class KvCache:
             for layer in self.layers:
                 for cache in layer:
                     cache.zero_()
+
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        """Hot path: fills blocks with zeros in all layers."""
+        if not len(block_ids):
+            return
+        blocks = self._indices(block_ids)
+        for layer in self.layers:
+            for cache in layer:
+                cache.index_fill_(0, blocks, 0)
+
+    def copy_blocks(self, source_ids: Int32Array, destination_ids: Int32Array) -> None:
+        """Hot path: copies blocks in all layers, as if all sources were read before any destination is written.
+
+        Takes no memory but what was set aside, unless blocks change places in a ring of more than 64.
+
+        Args:
+            source_ids: [count].
+            destination_ids: [count], without duplicates.
+        """
+        for sources, destinations in plan_copies(source_ids, destination_ids, len(self._copied)):
+            source_blocks, destination_blocks = self._indices(sources), self._indices(destinations)
+            copied = self._copied[: len(sources)] if len(sources) <= len(self._copied) else None
+            for layer in self.layers:
+                for cache in layer:
+                    content = torch.index_select(cache, 0, source_blocks, out=copied)
+                    cache.index_copy_(0, destination_blocks, content)
+
+    def spoil_slots(self, slots: Int64Array) -> None:
+        """Fills slots with NaN in all layers: whoever reads them gets no number.
+
+        Args:
+            slots: [count], block id * block_size + offset in the block.
+        """
+        blocks = self._indices(slots // self.geometry.block_size)
+        offsets = self._indices(slots % self.geometry.block_size)
+        for layer in self.layers:
+            for cache in layer:
+                cache[blocks, :, offsets] = torch.nan
+
+    def warm_up(self) -> None:
+        """Does once what steps may ask for: a device loads the code of an operation at its first use. Changes blocks 0 and 1."""
+        self.spoil_slots(np.zeros(1, np.int64))
+        self.zero_blocks(np.zeros(1, np.int32))
+        self.copy_blocks(np.zeros(1, np.int32), np.ones(1, np.int32))
+
+    def _indices(self, numbers: Int32Array | Int64Array) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._device)
 
     def describe(self) -> KvCacheDescription:
         """Returns what WorkerInfo says of the cache."""

@@ -122,20 +122,16 @@ def check_payload(shape: PayloadShape, worker: WorkerShape) -> None:
         if limit is not None and found > limit
     ]
     if worker.capabilities is not None:
-        missing = sorted(_capabilities(shape, worker.capabilities) - worker.capabilities)
+        missing = sorted(_capabilities(shape) - worker.capabilities)
         problems += [f"the worker does not implement {name}" for name in missing]
     if problems:
         raise SettingsError(f"the worker would refuse these steps: {'; '.join(problems)}")
 
 
-def _capabilities(shape: PayloadShape, offered: frozenset[str]) -> set[str]:
-    """Names of the capabilities that the body needs. A worker that offers all logprobs need not offer the chosen token's apart."""
+def _capabilities(shape: PayloadShape) -> set[str]:
+    """Names of the capabilities that the body needs."""
     needed = {f"sampling.{name}" for name in shape.sampling.fields} | {"client_tag"}
-    if not shape.sample:
-        needed.add("sample")
-    if shape.sampling.num_logprobs == 0 and "sampling.num_logprobs" not in offered:
-        needed ^= {"sampling.num_logprobs", "sampling.num_logprobs=0"}
-    return needed
+    return needed if shape.sample else needed | {"sample"}
 
 
 def build_payload(shape: PayloadShape, worker: WorkerShape, number: int) -> pb.ExecuteStepRequest:

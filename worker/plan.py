@@ -11,7 +11,7 @@ from modelworker.worker.errors import SettingsError
 from modelworker.worker.kv_cache import KvCacheGeometry, choose_num_blocks
 from modelworker.worker.machine import Machine
 from modelworker.worker.models.config import ModelConfig
-from modelworker.worker.settings import DeviceSettings, ModelSettings, StepSettings, WorkerSettings
+from modelworker.worker.settings import MAX_TABLE_SIZE, DeviceSettings, ModelSettings, StepSettings, WorkerSettings
 from modelworker.worker.terminal import format_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
@@ -137,6 +137,12 @@ def choose_max_model_len(settings: ModelSettings, config: ModelConfig) -> int:
     return settings.max_model_len
 
 
+def choose_feedback_capacity(settings: WorkerSettings) -> int:
+    """Resolves --max-feedback-sequences: a router keeps some sequences beside those of a step."""
+    given = settings.feedback.max_feedback_sequences
+    return min(4 * settings.step.max_sequences, MAX_TABLE_SIZE) if given is None else given
+
+
 def free_bytes_of(device: torch.device, machine: Machine) -> int:
     """Returns the memory that can still be used where the model computes."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.free_bytes
@@ -189,19 +195,27 @@ def step_bytes(settings: StepSettings, config: ModelConfig, *, dtype: torch.dtyp
     The largest is one of `max_tokens_per_step` new tokens, a sequence of `max_model_len`, and `max_sequences` sampled rows.
     """
     tokens, rows = settings.max_tokens_per_step, min(settings.max_sequences, settings.max_tokens_per_step)
-    item = dtype.itemsize
-    # Residual, input and output in the model's type; the norm's sum, its square and its result in fp32.
-    stream = tokens * config.hidden_size * (3 * item + 12)
-    # gate | up, the same in fp32, silu(gate), the product, and that rounded.
-    mlp = tokens * config.intermediate_size * (3 * item + 16)
-    heads = config.num_heads + 2 * config.num_kv_heads
-    projected = tokens * config.head_dim * (heads * (item + 12) + config.num_heads * item)
-    cached = 2 * config.num_kv_heads * config.head_dim * (2 * item + 4)
+    cached = 2 * config.num_kv_heads * config.head_dim * (2 * dtype.itemsize + 4)
     scores = min(tokens, _QUERIES_AT_ONCE) * config.num_heads * _BYTES_PER_SCORE
     prefill = min(max_model_len, _TOKENS_AT_ONCE) * (cached + scores)
     decode = min(_DECODED_TOKENS_AT_ONCE, rows * max_model_len) * (cached + config.num_heads * _BYTES_PER_SCORE)
-    sampling = rows * config.vocab_size * _BYTES_PER_LOGIT
-    return stream + max(mlp, projected + max(prefill, decode), sampling)
+    sampling = _stream_bytes(tokens, config, dtype) + rows * config.vocab_size * _BYTES_PER_LOGIT
+    return max(activation_bytes(tokens, config, dtype=dtype, attention_bytes=max(prefill, decode)), sampling)
+
+
+def activation_bytes(num_tokens: int, config: ModelConfig, *, dtype: torch.dtype, attention_bytes: int = 0) -> int:
+    """Estimates, rather too high than too low, what a layer holds at once, with what its attention takes beside it."""
+    item = dtype.itemsize
+    # gate | up, the same in fp32, silu(gate), the product, and that rounded.
+    mlp = num_tokens * config.intermediate_size * (3 * item + 16)
+    heads = config.num_heads + 2 * config.num_kv_heads
+    projected = num_tokens * config.head_dim * (heads * (item + 12) + config.num_heads * item)
+    return _stream_bytes(num_tokens, config, dtype) + max(mlp, projected + attention_bytes)
+
+
+def _stream_bytes(num_tokens: int, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Residual, input and output in the model's type; the norm's sum, its square and its result in fp32."""
+    return num_tokens * config.hidden_size * (3 * dtype.itemsize + 12)
 
 
 def judge_memory(largest_step_bytes: int, free_bytes: int) -> tuple[Degradation, ...]:

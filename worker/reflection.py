@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -88,7 +89,9 @@ def _v1_proto() -> descriptor_pb2.FileDescriptorProto:
 def add_reflection(server: grpc.aio.Server) -> None:
     """Registers reflection under both names. Called before the server starts."""
     pool = DescriptorPool()
-    for file in (model_worker_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+    # The details of an error that came in band: a tool that prints answers asks for their types.
+    details = error_details_pb2.DESCRIPTOR
+    for file in (model_worker_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR, details):
         _add_with_dependencies(pool, file)
     pool.Add(_v1_proto())
     names = [service.full_name for file in (model_worker_pb2, health_pb2) for service in file.DESCRIPTOR.services_by_name.values()]

@@ -19,6 +19,8 @@ from grpc_health.v1 import health_pb2_grpc
 
 from modelworker.proto import model_worker_pb2_grpc
 from modelworker.worker.address import check_address
+from modelworker.worker.call import RequestRoom
+from modelworker.worker.call_log import CallLog
 from modelworker.worker.counters import Counters
 from modelworker.worker.errors import SetupError
 from modelworker.worker.executor import Executor, StepEngine
@@ -26,7 +28,7 @@ from modelworker.worker.health import HealthService
 from modelworker.worker.interceptor import StatusInterceptor
 from modelworker.worker.progress import Progress
 from modelworker.worker.reflection import add_reflection
-from modelworker.worker.servicer import ModelWorkerServicer
+from modelworker.worker.servicer import ITEM_STREAMS, ModelWorkerServicer
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.stage import StageTracker
 
@@ -92,6 +94,16 @@ class WorkerServer:
         self.counters = Counters()
         self.executor = Executor(settings=settings.fencing, stall_seconds=settings.server.stall_seconds, counters=self.counters)
         self.health = HealthService()
+        self._call_log = CallLog(self.counters)
+        self._room = RequestRoom(_MAX_HELD_MESSAGES * settings.server.max_message_size)
+        self._servicer = ModelWorkerServicer(
+            executor=self.executor,
+            stage=self._stage,
+            counters=self.counters,
+            room=self._room,
+            log=self._call_log,
+            keeps_requests=bool(settings.recording.record_steps),
+        )
         self.port = 0
         self.ready = asyncio.Event()
         self._on_listening = on_listening
@@ -139,18 +151,18 @@ class WorkerServer:
             self._watching.cancel()
             self.health.update(live=False, ready=False)
             self.health.close()
+            self._servicer.end_streams()
             await server.stop(_LAST_ANSWERS_SECONDS)
             self.executor.stop()
 
     async def _listen(self) -> grpc.aio.Server:
         """Opens the port with all services on it; everything but health answers UNAVAILABLE until the engine is built."""
         settings = self._settings.server
-        servicer = ModelWorkerServicer(executor=self.executor, stage=self._stage, counters=self.counters)
         interceptor = StatusInterceptor(
-            self.counters, check_size=servicer.check_size, max_held_bytes=_MAX_HELD_MESSAGES * settings.max_message_size
+            self._call_log, check_size=self._servicer.check_size, room=self._room, item_streams=ITEM_STREAMS
         )
         server = grpc.aio.server(interceptors=[interceptor], options=server_options(settings.max_message_size))
-        model_worker_pb2_grpc.add_ModelWorkerServicer_to_server(servicer, server)
+        model_worker_pb2_grpc.add_ModelWorkerServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         if settings.reflection:
             add_reflection(server)

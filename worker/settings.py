@@ -11,6 +11,9 @@ from typing import Any
 
 from modelworker.worker.errors import SettingsError
 
+MAX_TABLE_SIZE = 2**20
+"""Entries of a table that a worker keeps."""
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -39,6 +42,28 @@ def positive_int(text: str) -> int:
     """
     if not text.strip().isdecimal() or not 1 <= int(text) <= 2**30:
         raise SettingsError(f"{text!r} is not an integer of 1 .. {2**30}")
+    return int(text)
+
+
+def non_negative_int(text: str) -> int:
+    """Parses an integer of 0 .. 2^30.
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    if not text.strip().isdecimal() or int(text) > 2**30:
+        raise SettingsError(f"{text!r} is not an integer of 0 .. {2**30}")
+    return int(text)
+
+
+def table_size(text: str) -> int:
+    """Parses a number of entries of a table, 1 .. `MAX_TABLE_SIZE`.
+
+    Raises:
+        SettingsError: the text is not one.
+    """
+    if not text.strip().isdecimal() or not 1 <= int(text) <= MAX_TABLE_SIZE:
+        raise SettingsError(f"{text!r} is not a number of entries: expected 1 .. {MAX_TABLE_SIZE}")
     return int(text)
 
 
@@ -195,6 +220,24 @@ class FencingSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackSettings:
+    """Sampled tokens that are kept for token feedback (token id -1)."""
+
+    max_feedback_sequences: int | None = setting(
+        None,
+        "sequences whose last tokens are kept; a step that would exceed it is refused; default: four times --max-sequences",
+        parse=table_size,
+        metavar="N",
+    )
+    feedback_idle_seconds: float = setting(
+        180.0,
+        "seconds without a step that names it after which a sequence's tokens are dropped",
+        parse=positive_float,
+        metavar="SECONDS",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSettings:
     """Where the model runs."""
 
@@ -231,7 +274,8 @@ class ExecutionSettings:
 
     optimization_level: int = setting(
         2,
-        "0: plain modules; 1: compiled pieces; 2: compiled pieces and graphs; 3: the same, with kernels chosen by measurement",
+        "0: plain modules; 1: compiled pieces; 2: compiled pieces and graphs; 3: the same, with kernels chosen by measurement and "
+        "a graph of every size up to 64 where sizes are not given; it starts slower",
         parse=optimization_level,
         choices=(0, 1, 2, 3),
     )
@@ -263,6 +307,19 @@ class ExecutionSettings:
         "auto",
         "who makes the code of a piece; eager: nobody, its ops are called one by one; auto: inductor",
         choices=("auto", "inductor", "eager"),
+    )
+    graph_partition: str = setting(
+        "fx",
+        "who divides the model at attention; fx: the worker, before the compiler sees it; inductor: the compiler, after its "
+        "passes, which leaves no pieces to capture: the default of --graph-mode is then FULL_DECODE_ONLY",
+        choices=("fx", "inductor"),
+    )
+    compiler_passes: tuple[str, ...] = setting(
+        (),
+        "which graph passes run: none, or all but those with a - before their name; a value that begins with - needs the form "
+        "--compiler-passes=-read_past_scatter; default: all",
+        parse=comma_separated,
+        metavar="LIST",
     )
 
 
@@ -307,6 +364,18 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingSettings:
+    """Recording of executed steps, for `modelworker replay`."""
+
+    record_steps: str = setting(
+        "", "write every executed step into this new or empty folder; prompts and tokens are in it", metavar="DIR"
+    )
+    record_steps_limit: int = setting(
+        256 * 2**20, "bytes of all recorded steps together; recording stops there", parse=parse_bytes, metavar="BYTES"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
     """Everything `modelworker serve` can be told."""
 
@@ -314,8 +383,10 @@ class WorkerSettings:
     kv_cache: KvCacheSettings = field(default_factory=KvCacheSettings)
     step: StepSettings = field(default_factory=StepSettings)
     fencing: FencingSettings = field(default_factory=FencingSettings)
+    feedback: FeedbackSettings = field(default_factory=FeedbackSettings)
     device: DeviceSettings = field(default_factory=DeviceSettings)
     ops: OpsSettings = field(default_factory=OpsSettings)
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    recording: RecordingSettings = field(default_factory=RecordingSettings)

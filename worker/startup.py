@@ -14,20 +14,22 @@ import torch
 from modelworker.compiler.counters import CompileCounters
 from modelworker.graphs.settings import GraphMode
 from modelworker.ops.report import report_ops
+from modelworker.worker.capture import graphs_of_device
 from modelworker.worker.counters import Counters
 from modelworker.worker.cpu_kernels import load_cpu_kernels
 from modelworker.worker.decoder_setup import DecoderParts, prepare_decoder
 from modelworker.worker.describe import describe_execution, describe_limits, describe_model, describe_versions
 from modelworker.worker.description import (
-    Degradation,
     SelfCheck,
     WorkerDescription,
 )
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.execution_plan import plan_execution
+from modelworker.worker.feedback import FeedbackTable
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.machine import choose_threads, read_machine
+from modelworker.worker.memory_budget import MemoryBudget, graph_bytes
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.models.checkpoint import Checkpoint
 from modelworker.worker.models.config import ModelConfig
@@ -40,7 +42,6 @@ from modelworker.worker.plan import (
     choose_dtype,
     choose_max_model_len,
     free_bytes_of,
-    judge_memory,
     measure_products,
     plan_kv_cache,
     step_bytes,
@@ -86,9 +87,11 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             captures=plan.graphs.mode is not GraphMode.NONE,
         )
         model = build_model(config, dtype=dtype, max_model_len=max_model_len, ops=ops)
-        _check_that_all_fits(settings, config, model, dtype, device, max_model_len)
+        graphs, _ = graphs_of_device(plan.graphs, device, kernels)
+        for_graphs = graph_bytes(graphs, config, dtype=dtype, device=device)
+        _check_that_all_fits(settings, config, model, dtype, device, max_model_len, for_graphs)
         loaded = _load_weights(model, directory, device, progress)
-        kv_cache, tightness = _allocate_kv_cache(settings, config, dtype, device, max_model_len)
+        kv_cache, budget = _allocate_kv_cache(settings, config, dtype, device, max_model_len, for_graphs)
         parts = DecoderParts(
             model=model,
             kv_cache=kv_cache,
@@ -104,20 +107,33 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
         if ops.triton is not None:
             compiling.watch_triton()
         decoder = prepare_decoder(plan, parts, settings, compiling, progress)
+        memory_findings, tightness = budget.judge_graphs(decoder.graph_bytes)
         for event, amount in compiling.snapshot().items():
             counters.increment("compile_events_total", amount, event=event)
+        kv_cache.warm_up()
         kv_cache.zero()
+        limits = describe_limits(settings)
         description = WorkerDescription(
             model=describe_model(settings.model, config, model, dtype, loaded, max_model_len),
             kv_cache=kv_cache.describe(),
-            limits=describe_limits(settings),
+            limits=limits,
             execution=describe_execution(device, num_threads, model, decoder),
-            self_check=SelfCheck(passed=True, findings=(products, *decoder.findings)),
+            self_check=SelfCheck(passed=True, findings=(products, *decoder.findings, *memory_findings)),
             degradations=(*choice.degradations, *kernels.degradations, *missing_kernels(ops), *tightness, *decoder.degradations),
             versions=describe_versions(device),
             ops=describe_ops(model),
         )
-        engine = Engine(model=model, kv_cache=kv_cache, runner=decoder.runner, description=description, device=device)
+        feedback = FeedbackTable.of(
+            limits, max_model_len=max_model_len, idle_seconds=settings.feedback.feedback_idle_seconds, counters=counters
+        )
+        engine = Engine(
+            model=model,
+            kv_cache=kv_cache,
+            runner=decoder.runner,
+            feedback=feedback,
+            description=description,
+            device=device,
+        )
         self_check = warm_up_and_check(engine, progress)
     engine.description = dataclasses.replace(
         description,
@@ -139,29 +155,46 @@ def _load_weights(model: CausalLM, directory: Path, device: torch.device, progre
 
 
 def _check_that_all_fits(
-    settings: WorkerSettings, config: ModelConfig, model: CausalLM, dtype: torch.dtype, device: torch.device, max_model_len: int
+    settings: WorkerSettings,
+    config: ModelConfig,
+    model: CausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    for_graphs: int,
 ) -> None:
     """Finds out before anything is loaded what would come to light only afterwards."""
     free_bytes = free_bytes_of(device, read_machine())
     check_weights_fit(weights_bytes(model), free_bytes)
-    plan_kv_cache(settings, config, dtype=dtype, max_model_len=max_model_len, free_bytes=free_bytes - weights_bytes(model))
+    free_bytes -= weights_bytes(model) + for_graphs
+    plan_kv_cache(settings, config, dtype=dtype, max_model_len=max_model_len, free_bytes=free_bytes)
 
 
 def _allocate_kv_cache(
-    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> tuple[KvCache, tuple[Degradation, ...]]:
+    settings: WorkerSettings,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    for_graphs: int,
+) -> tuple[KvCache, MemoryBudget]:
     free_bytes = free_bytes_of(device, read_machine())
-    plan = plan_kv_cache(settings, config, dtype=dtype, max_model_len=max_model_len, free_bytes=free_bytes)
+    plan = plan_kv_cache(settings, config, dtype=dtype, max_model_len=max_model_len, free_bytes=free_bytes - for_graphs)
     _logger.info(
-        "KV cache: %d blocks of %d tokens, %.1f MiB of %.1f MiB free",
+        "KV cache: %d blocks of %d tokens, %.1f MiB of %.1f MiB free, beside an estimate of %.1f MiB for graphs",
         plan.num_blocks,
         plan.geometry.block_size,
         plan.num_bytes / 2**20,
         free_bytes / 2**20,
+        for_graphs / 2**20,
     )
-    largest_step_bytes = step_bytes(settings.step, config, dtype=dtype, max_model_len=max_model_len)
-    degradations = judge_memory(largest_step_bytes, free_bytes - plan.num_bytes)
-    return KvCache(plan.geometry, plan.num_blocks, device), degradations
+    budget = MemoryBudget(
+        free_bytes=free_bytes,
+        kv_cache_bytes=plan.num_bytes,
+        graph_bytes=for_graphs,
+        step_bytes=step_bytes(settings.step, config, dtype=dtype, max_model_len=max_model_len),
+    )
+    return KvCache(plan.geometry, plan.num_blocks, device), budget
 
 
 def _make_buffers(settings: WorkerSettings, kv_cache: KvCache, max_model_len: int, device: torch.device) -> StepBuffers:

@@ -24,22 +24,31 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCase:
-    """A step to measure: equal sequences.
+    """A step to measure: equal sequences, and a prompt's chunk beside them.
 
     Attributes:
-        num_sequences: of the step.
+        num_sequences: of the step, without the chunk.
         query_len: new tokens of each.
         context_len: tokens of each in the cache before.
+        chunk: new tokens of one sequence more, which has none in the cache; 0: there is none.
     """
 
     num_sequences: int
     query_len: int
     context_len: int
+    chunk: int = 0
 
     def __str__(self) -> str:
         if self.context_len == 0:
             return f"prefill {self.num_sequences * self.query_len}"
-        return f"decode {self.num_sequences} x {self.query_len}, context {self.context_len}"
+        beside = f"prefill {self.chunk} + " if self.chunk else ""
+        return f"{beside}decode {self.num_sequences} x {self.query_len}, context {self.context_len}"
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Query length and context length of each row."""
+        chunk = [(self.chunk, 0)] if self.chunk else []
+        return [(self.query_len, self.context_len)] * self.num_sequences + chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +90,8 @@ def run_cases(
         the results, case by case.
     """
     for case in cases:
-        batch = _make_batch(case, engine.description)
-        ways = dict(_ways(engine, batch))
+        batch = make_batch(case, engine.description)
+        ways = dict(ways_to_run(engine, batch))
         for way, _ in itertools.product(ways.values(), range(_WARM_UP_STEPS)):
             engine.step_as(batch, way)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -123,12 +132,14 @@ def _rounded(value: object) -> object:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _ways(engine: Engine, batch: StepBatch) -> Iterator[tuple[str, Way]]:
+def ways_to_run(engine: Engine, batch: StepBatch) -> Iterator[tuple[str, Way]]:
+    """Yields the ways that there are to run a step, by name."""
     none = Choice(None, Reason.NONE)
     yield "eager", Way(none, is_plain=True)
-    if engine.description.execution.optimization_level > 0:
-        yield "compiled", Way(none)
     runner = engine.runner
+    # What was taken out of service would run plain modules under another name.
+    if RuntimeMode.NONE in runner.compiled_modes:
+        yield "compiled", Way(none)
     for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
         choice = runner.choose_mode(batch, mode)
         if choice is not None:
@@ -160,17 +171,45 @@ def _result(case: str, way: str, measured: list[tuple[float, float]], floor_ms: 
     )
 
 
-def _make_batch(case: StepCase, description: WorkerDescription) -> StepBatch:
-    """Makes a greedy step of random tokens. Sequences have blocks of their own as far as there are enough; then they share."""
-    block_size, usable = description.kv_cache.block_size, description.kv_cache.num_blocks - 1
-    width = -(-(case.context_len + case.query_len) // block_size)
+def make_batch(case: StepCase, description: WorkerDescription) -> StepBatch:
+    """Makes a greedy step of random tokens. Where blocks are few, sequences share those that they only read."""
+    block_size = description.kv_cache.block_size
+    num_written = sum(_num_written_blocks(query_len, context_len, block_size) for query_len, context_len in case.rows)
     random = np.random.default_rng(0)
+    free = iter(range(1, num_written + 1))
+    shared = itertools.cycle(range(num_written + 1, description.kv_cache.num_blocks))
     rows = []
-    for row in range(case.num_sequences):
-        blocks = (np.arange(row * width, (row + 1) * width) % usable + 1).astype(np.int32)
-        tokens = random.integers(0, description.model.vocab_size, case.query_len).astype(np.int32)
-        rows.append(CheckRow(token_ids=tokens, context_len=case.context_len, blocks=blocks))
+    for query_len, context_len in case.rows:
+        read = list(itertools.islice(shared, context_len // block_size))
+        written = list(itertools.islice(free, _num_written_blocks(query_len, context_len, block_size)))
+        tokens = random.integers(0, description.model.vocab_size, query_len).astype(np.int32)
+        # A decode of several tokens is one of drafts.
+        draft_len = query_len - 1 if context_len else 0
+        blocks = np.array(read + written, np.int32)
+        rows.append(CheckRow(token_ids=tokens, context_len=context_len, blocks=blocks, draft_len=draft_len))
     return make_check_batch(rows)
+
+
+def obstacle(case: StepCase, description: WorkerDescription) -> str:
+    """Says why a worker can't run a case; "" if it can."""
+    block_size, limits = description.kv_cache.block_size, description.limits
+    num_tokens = sum(query_len for query_len, _ in case.rows)
+    longest = max(query_len + context_len for query_len, context_len in case.rows)
+    # At least one block is left to read.
+    needed = 1 + sum(_num_written_blocks(query_len, context_len, block_size) for query_len, context_len in case.rows)
+    for found, most, what in (
+        (len(case.rows), limits.max_sequences, "sequences"),
+        (num_tokens, limits.max_tokens_per_step, "tokens in a step"),
+        (longest, description.model.max_model_len, "tokens of a sequence"),
+        (needed, description.kv_cache.num_blocks - 1, "KV cache blocks"),
+    ):
+        if found > most:
+            return f"it needs {found} {what}, the worker has {most}"
+    return ""
+
+
+def _num_written_blocks(query_len: int, context_len: int, block_size: int) -> int:
+    return -(-(context_len + query_len) // block_size) - context_len // block_size
 
 
 def _floor_ms(case: StepCase, engine: Engine, limits: MachineLimits) -> float:
@@ -178,14 +217,14 @@ def _floor_ms(case: StepCase, engine: Engine, limits: MachineLimits) -> float:
     model = engine.description.model
     weights = list(engine.model.weights_read())
     weight_bytes, num_weights = sum(weight.nbytes for weight in weights), sum(weight.numel() for weight in weights)
-    cached = case.num_sequences * (case.context_len + case.query_len)
+    cached = sum(query_len + context_len for query_len, context_len in case.rows)
     kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _BYTES[model.dtype] * cached
-    num_tokens = case.num_sequences * case.query_len
+    num_tokens = sum(query_len for query_len, _ in case.rows)
     # Only the last token of a sequence goes through the head.
     head = model.vocab_size * model.hidden_size
-    products = (num_weights - head) * num_tokens + head * case.num_sequences
+    products = (num_weights - head) * num_tokens + head * len(case.rows)
     # Queries and keys, and weights and values, of every token that a query sees.
-    seen = case.num_sequences * case.query_len * (case.context_len + (case.query_len + 1) / 2)
+    seen = sum(query_len * (context_len + (query_len + 1) / 2) for query_len, context_len in case.rows)
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * seen
     seconds = max(
         (weight_bytes + kv_bytes) / limits.read_bytes_per_second, 2 * (products + attention) / limits.operations_per_second

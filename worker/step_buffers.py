@@ -56,6 +56,8 @@ class StepBuffers:
         device: where the model computes.
 
     Attributes:
+        max_tokens: of a step, padding included.
+        max_sequences: likewise.
         max_blocks: of a block table.
     """
 
@@ -65,6 +67,8 @@ class StepBuffers:
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
         self.max_blocks = max_blocks
         self._tables_start = sum(sizes[:-1])
         slots, token_ids, positions, starts, lens, tables = self._device.split(sizes)
@@ -77,6 +81,7 @@ class StepBuffers:
         self._tables: Int32Array = parts[5].reshape(-1, max_blocks)
         # Columns of the tables that may hold blocks of an earlier step.
         self._used_columns = 0
+        self._numbers = np.arange(max_sequences + 1, dtype=np.int32)
 
     def stage(self, batch: StepBatch, block_size: int, *, num_tokens: int, num_sequences: int) -> None:
         """Hot path: writes a step, and makes everything harmless up to the numbers of tokens and sequences it is padded to.
@@ -86,11 +91,14 @@ class StepBuffers:
         real_tokens, real_sequences = batch.num_tokens, batch.num_sequences
         self._wait_for_upload()
         self._token_ids[:real_tokens] = batch.token_ids
-        self._positions[:real_tokens] = batch.positions
-        self._slots[:real_tokens] = batch.slots(block_size)
-        self._starts[: real_sequences + 1] = batch.query_starts
-        self._lens[:real_sequences] = batch.seq_lens
-        self._stage_tables(batch.block_tables, num_sequences)
+        self._stage_tables(_tables_of(batch), num_sequences)
+        if real_tokens == real_sequences:
+            self._stage_single_tokens(batch, block_size)
+        else:
+            self._positions[:real_tokens] = batch.positions
+            self._slots[:real_tokens] = batch.slots(block_size)
+            self._starts[: real_sequences + 1] = batch.query_starts
+            self._lens[:real_sequences] = batch.seq_lens
         self._pad(real_tokens, num_tokens, real_sequences, num_sequences)
         self._upload(num_sequences)
 
@@ -115,6 +123,19 @@ class StepBuffers:
             whole.seq_lens[:num_sequences],
             whole.block_tables[:num_sequences],
         )
+
+    def _stage_single_tokens(self, batch: StepBatch, block_size: int) -> None:
+        """Hot path: writes what follows from one token in each row: its position is the context's length."""
+        num_rows = batch.num_sequences
+        rows = self._numbers[:num_rows]
+        self._positions[:num_rows] = batch.context_lens
+        self._starts[: num_rows + 1] = self._numbers[: num_rows + 1]
+        np.add(batch.context_lens, 1, out=self._lens[:num_rows])
+        blocks, offsets = np.divmod(batch.context_lens, block_size)
+        slots = self._slots[:num_rows]
+        slots[:] = _tables_of(batch)[rows, blocks]
+        slots *= block_size
+        slots += offsets
 
     def _stage_tables(self, tables: Int32Array, num_sequences: int) -> None:
         rows, width = tables.shape
@@ -142,3 +163,12 @@ class StepBuffers:
         """Waits until the device has read what was staged before."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
+
+
+def _tables_of(batch: StepBatch) -> Int32Array:
+    """Hot path: returns the block tables; where all are equally long they are there already, row by row."""
+    num_rows = batch.num_sequences
+    width = len(batch.block_ids) // num_rows if num_rows else 0
+    if width and len(batch.block_ids) == width * num_rows and (num_rows == 1 or bool((batch.block_counts == width).all())):
+        return batch.block_ids.reshape(num_rows, width)
+    return batch.block_tables

@@ -266,6 +266,8 @@ class StepQueue:
         self._counters.increment("graph_executions_total", mode=result.graph.mode.name, fallback=result.graph.fallback_reason)
         self._counters.increment("tokens_total", batch.num_tokens)
         self._counters.increment("sampled_tokens_total", len(result.sampled_ids))
+        self._counters.increment("kv_blocks_zeroed_total", len(batch.zero_block_ids))
+        self._counters.increment("kv_blocks_copied_total", len(batch.copy_destination_ids))
         for failure in result.sequence_errors:
             self._counters.increment("sequence_errors_total", code=failure.code.name)
 
@@ -298,6 +300,16 @@ class StepQueue:
             self._fence.check_epoch(expected_epoch)
             self._tell(self._begin_epoch(NOBODY, "request"))
             return self._fence.epoch
+
+    def check_caller(self, worker_epoch: int, router_id: int) -> None:
+        """Checks that a call that is no step comes from this epoch and from the worker's owner.
+
+        Raises:
+            PreconditionError: it does not.
+        """
+        with self._work:
+            self._fence.check_epoch(worker_epoch)
+            self._fence.check_router(router_id)
 
     def close(self, *, running_error: WorkerError | None = None) -> None:
         """Refuses everything from now on, and what is queued. `take` returns None.

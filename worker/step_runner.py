@@ -10,7 +10,7 @@ from modelworker.graphs.backend import UnknownKeyError
 from modelworker.graphs.dispatch import Choice, Dispatcher, Reason
 from modelworker.graphs.graph_set import GraphSet
 from modelworker.graphs.settings import RuntimeMode
-from modelworker.graphs.shapes import GraphKey, fits, step_shape
+from modelworker.graphs.shapes import GraphKey, StepShape, fits, step_shape
 from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch
 from modelworker.worker.step_buffers import RunDecoder, StepBuffers, StepInputs
 
@@ -74,6 +74,8 @@ class StepRunner:
         self._block_size = block_size
         self._without_graph = without_graph
         self._plain = plain
+        # Of graphs that fix both sizes of a step.
+        self._graph_inputs: dict[GraphKey, StepInputs] = {}
         self._decode_query_lens = dispatcher.settings.decode_query_lens
 
     @property
@@ -83,13 +85,16 @@ class StepRunner:
 
     def choose(self, batch: StepBatch) -> Choice:
         """Hot path: says which graph runs a step, and why not a better one."""
-        return self.dispatcher.choose(step_shape(batch.query_lens, batch.context_lens, self._decode_query_lens))
+        return self.dispatcher.choose(self._shape(batch))
 
     def choose_mode(self, batch: StepBatch, mode: RuntimeMode) -> Choice | None:
         """Returns the smallest graph of a mode that fits a step, None if there is none; for measurements."""
-        shape = step_shape(batch.query_lens, batch.context_lens, self._decode_query_lens)
+        shape = self._shape(batch)
         fitting = [key for key in self.captured if key.mode is mode and fits(key, shape)]
         return Choice(min(fitting, key=lambda key: key.num_tokens), Reason.NONE) if fitting else None
+
+    def _shape(self, batch: StepBatch) -> StepShape:
+        return step_shape(batch.query_lens, batch.context_lens, batch.draft_lens, self._decode_query_lens)
 
     def stage(self, batch: StepBatch, key: GraphKey | None) -> StepInputs:
         """Hot path: writes a step into the buffers, padded for a graph, and returns what the graph or the decoder is given."""
@@ -99,7 +104,12 @@ class StepRunner:
             # Without a number, attention runs on the real batch.
             num_sequences = num_sequences if key.num_sequences is None else key.num_sequences
         self._buffers.stage(batch, self._block_size, num_tokens=num_tokens, num_sequences=num_sequences)
-        return self._buffers.inputs(num_tokens, num_sequences)
+        if key is None or key.num_sequences is None:
+            return self._buffers.inputs(num_tokens, num_sequences)
+        inputs = self._graph_inputs.get(key)
+        if inputs is None:
+            inputs = self._graph_inputs[key] = self._buffers.inputs(num_tokens, num_sequences)
+        return inputs
 
     def stage_blank(self, key: GraphKey) -> StepInputs:
         """Writes a step that fits a graph and changes nothing."""
@@ -116,10 +126,7 @@ class StepRunner:
             way: how it is run.
         """
         choice = way.choice
-        if choice.key is not None:
-            outputs = self.replay(choice.key, inputs)
-        else:
-            outputs = self._plain(*inputs) if way.is_plain else self._without_graph(*inputs)
+        outputs = self.run(inputs, way)
         execution = GraphExecution(
             mode=GRAPH_MODES[choice.mode],
             padded_tokens=len(inputs.token_ids),
@@ -128,6 +135,12 @@ class StepRunner:
             fallback_reason=choice.reason.value,
         )
         return DecodedStep(outputs[0][: batch.num_tokens], execution)
+
+    def run(self, inputs: StepInputs, way: Way) -> Sequence[Tensor]:
+        """Hot path: runs the decoder over staged inputs. What it returns has a row for each padded token, too."""
+        if way.choice.key is not None:
+            return self.replay(way.choice.key, inputs)
+        return self._plain(*inputs) if way.is_plain else self._without_graph(*inputs)
 
     def replay(self, key: GraphKey, inputs: StepInputs) -> Sequence[Tensor]:
         """Hot path: runs the graph of a key over what `stage` or `stage_blank` returned for it.
@@ -139,13 +152,11 @@ class StepRunner:
             raise UnknownKeyError(f"nothing is captured, so there is no graph for {key}")
         return self.graphs.run(key, inputs)
 
-    def disable_compiled(self) -> None:
-        """Lets plain modules run what has no graph."""
-        self._without_graph = self._plain
-        self.compiled_modes -= {RuntimeMode.NONE}
-
     def disable(self, mode: RuntimeMode, reason: Reason) -> None:
-        """Takes a mode out of service and frees its graphs."""
+        """Takes a mode out of service and frees its graphs. Mode NONE is the compiled pieces: plain modules run in their place."""
         self.dispatcher.disable(mode, reason)
-        if self.graphs is not None:
+        self.compiled_modes -= {mode}
+        if mode is RuntimeMode.NONE:
+            self._without_graph = self._plain
+        elif self.graphs is not None:
             self.graphs.drop(mode)

@@ -70,6 +70,10 @@ class Ticket(Generic[T]):
             raise outcome.with_traceback(None)
         return outcome
 
+    def when_settled(self, callback: Callable[[], object]) -> None:
+        """Has `callback` called on the event loop soon after the outcome, or after the caller was cancelled while it waited."""
+        self._outcome.add_done_callback(lambda _: callback())
+
     def withdraw(self) -> None:
         """Ends the interest. Does nothing after the outcome."""
         self._on_withdraw(self)

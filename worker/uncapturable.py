@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modelworker.graphs.backend import GraphBackend, UnknownKeyError
+from modelworker.graphs.backend import GraphBackend, Replay, UnknownKeyError
 from modelworker.graphs.shapes import GraphKey
 from modelworker.ops.custom_op import NATIVE
 from modelworker.ops.report import report_ops
@@ -40,7 +40,7 @@ def piecewise_obstacle(compiled: CompiledDecoder) -> str:
     A piece is captured for a number of tokens, and replayed for any number of sequences.
     """
     by_sequence = {slot: name for slot, name in enumerate(StepInputs._fields) if name not in _BY_TOKEN}
-    slots = {slot for stage in compiled.stages if stage.is_piece for slot in stage.reads}
+    slots = {slot for stage in compiled.stages if stage.is_piece for slot in stage.inputs}
     read = [name for slot, name in by_sequence.items() if slot in slots]
     return f"a piece reads {', '.join(read)}, whose sizes follow the sequences of a step" if read else ""
 
@@ -76,6 +76,10 @@ class Uncapturable:
             UnknownKeyError: always: no key is captured.
         """
         raise UnknownKeyError(f"no graph was captured for {key}")
+
+    def replays(self, key: GraphKey) -> Sequence[Replay]:
+        """Returns nothing: there are no graphs."""
+        return ()
 
     def close(self) -> None:
         """Does nothing: there are no graphs."""

@@ -1,5 +1,6 @@
 """Calls of other ops than the library's, between a recorded list and the next."""
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -7,6 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+from modelworker.ops.cpu.kernel_list import RecordedCall, TimedRun
 
 _COPIES: Final = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 
@@ -23,6 +26,7 @@ class BoundCall:
 
     def __init__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor | None]) -> None:
         self.name = str(op)
+        self._recorded = RecordedCall(op._schema.name, shapes_of(args), 1)
         self._run = _call_again(op, args, kwargs, outputs)
 
     def replay(self) -> None:
@@ -30,9 +34,20 @@ class BoundCall:
         with torch.inference_mode():
             self._run()
 
+    def replay_timed(self) -> TimedRun:
+        """Runs the op again, and returns when."""
+        begin_ns = time.monotonic_ns()
+        self.replay()
+        return TimedRun((self._recorded,), (begin_ns, time.monotonic_ns()))
+
     def close(self) -> None:
         """Lets the arguments and outputs go."""
         self._run = _closed
+
+
+def shapes_of(args: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of arguments, in order; empty for what is no tensor."""
+    return tuple(tuple(arg.shape) if isinstance(arg, Tensor) else () for arg in args)
 
 
 def returned_tensors(result: object) -> list[Tensor]:

@@ -112,6 +112,7 @@ def _functions(path: str) -> ctypes.CDLL:
         ("list_free", None, pointer),
         ("list_size", size, pointer),
         ("list_replay", None, pointer),
+        ("list_replay_timed", None, pointer, pointer),
         ("record_begin", flag, pointer),
         ("record_end", None),
         ("read_seconds", ctypes.c_double, pointer, ctypes.c_int64),

@@ -6,8 +6,7 @@ dispatcher, such as a compiled piece, isn't seen: what is recorded must be plain
 
 import linecache
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -19,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from modelworker.ops.cpu.bound_call import BoundCall, returned_tensors
-from modelworker.ops.cpu.kernel_list import KernelList
+from modelworker.ops.cpu.bound_call import BoundCall, returned_tensors, shapes_of
+from modelworker.ops.cpu.kernel_list import KernelList, RecordedCall, TimedRun
 from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.memory_pool import MemoryPool
 
@@ -62,15 +61,14 @@ class RecordedStep(Generic[T]):
         """Of the library."""
         return sum(len(segment) for segment in self._segments if isinstance(segment, KernelList))
 
-    @property
-    def num_bound_calls(self) -> Mapping[str, int]:
-        """How often each other op is called; without any, a replay is one list."""
-        return Counter(segment.name for segment in self._segments if isinstance(segment, BoundCall))
-
     def replay(self) -> None:
         """Hot path: runs the step again."""
         for segment in self._segments:
             segment.replay()
+
+    def replay_timed(self) -> list[TimedRun]:
+        """Runs the step again, kernel by kernel, which takes longer than `replay`, and returns when each ran."""
+        return [segment.replay_timed() for segment in self._segments]
 
     def close(self) -> None:
         """Lets go of the lists and of all tensors but the outputs, which are the caller's."""
@@ -155,7 +153,7 @@ class _Recording(TorchDispatchMode):
         What is made in inference mode is an inference tensor. One that was made earlier and that no op reads or writes can't be
         told from it, and is refused, too.
         """
-        for tensor in _tensors_of((outputs,), {}):
+        for tensor in [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]:
             is_known = self._pool.holds(tensor) or _storage_of(tensor) in self.kept.keys() | self._seen.keys()
             if tensor.numel() > 0 and tensor.is_inference() and not is_known:
                 raise UnrecordableError(
@@ -168,6 +166,14 @@ class _Recording(TorchDispatchMode):
         for segment in self._segments:
             segment.close()
         self.kept.clear()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tells torch not to wrap `__torch_dispatch__`: the wrapper loads Dynamo, seconds of a start that compiles nothing.
+
+        It keeps Dynamo from compiling what a mode does. Nothing is compiled while a step is recorded.
+        """
+        return False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -189,7 +195,10 @@ class _Recording(TorchDispatchMode):
         for tensor in _tensors_of(args, kwargs):
             if not self._pool.holds(tensor):
                 self.kept[_storage_of(tensor)] = tensor
-        return op(*args, **kwargs)
+        num_before = len(self._list)
+        result = op(*args, **kwargs)
+        self._list.calls.append(RecordedCall(op._schema.name, shapes_of(args), len(self._list) - num_before))
+        return result
 
     def _run_other(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_recordable(op, args)
@@ -275,7 +284,11 @@ def _check_recordable(op: OpOverload, args: tuple[Any, ...]) -> None:
 
 
 def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    """Returns the tensors among an op's arguments, lists of tensors included."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        found += [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, Tensor)]
+    return found
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -1,5 +1,6 @@
 #include "recording.h"
 
+#include <chrono>
 #include <cstring>
 #include <new>
 
@@ -7,6 +8,10 @@ namespace modelworker {
 namespace {
 
 thread_local List* recorded_list = nullptr;
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 }  // namespace
 
@@ -20,6 +25,14 @@ void List::append(const Launch& launch) {
 }
 
 void List::replay() const { run_tasks(tasks_.data(), tasks_.size()); }
+
+void List::replay_timed(int64_t* times_ns) const {
+  *times_ns = now_ns();
+  for (const Task& task : tasks_) {
+    run_tasks(&task, 1);
+    *++times_ns = now_ns();
+  }
+}
 
 }  // namespace modelworker
 
@@ -42,4 +55,7 @@ bool modelworker_record_begin(void* list) {
 void modelworker_record_end() { modelworker::recorded_list = nullptr; }
 size_t modelworker_list_size(const void* list) { return static_cast<const modelworker::List*>(list)->size(); }
 void modelworker_list_replay(const void* list) { static_cast<const modelworker::List*>(list)->replay(); }
+void modelworker_list_replay_timed(const void* list, int64_t* times_ns) {
+  static_cast<const modelworker::List*>(list)->replay_timed(times_ns);
+}
 }

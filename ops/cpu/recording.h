@@ -1,5 +1,6 @@
 // Recorded lists of bodies, and the list that a thread is recording.
 #pragma once
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -17,6 +18,8 @@ class List {
   void append(const Launch& launch);
   // Runs the bodies, each when the one before is done.
   void replay() const;
+  // Runs them one by one, which costs more than `replay`. `times_ns` [size + 1], of the monotonic clock: the start, and the end of each.
+  void replay_timed(int64_t* times_ns) const;
   size_t size() const { return tasks_.size(); }
   const std::shared_ptr<MemoryPool>& pool() const { return pool_; }
 

@@ -108,25 +108,29 @@ def step_results(model: Path, num_threads: int, rounds: int) -> Iterator[dict[st
     peer = Transformers(model, torch.bfloat16)
     cases = [StepCase(num_sequences=batch, query_len=1, context_len=context) for batch, context in DECODES]
     cases += [StepCase(num_sequences=1, query_len=tokens, context_len=0) for tokens in PROMPTS]
+    cases.append(StepCase(num_sequences=15, query_len=1, context_len=128, chunk=256))
     for case in cases:
         results = list(run_cases(engine, [case], probe, rounds=rounds))
         floor_ms = results[0].floor_ms
         few = max(rounds // 3, 3)
         results += [replace(result, way="native", floor_ms=floor_ms) for result in run_cases(native, [case], probe, rounds=few)]
-        milliseconds = [1000 * seconds for seconds in peer.seconds(case, few)]
-        results.append(
-            StepTimes(
-                case=str(case),
-                way="transformers",
-                step_ms=statistics.median(milliseconds),
-                min_ms=min(milliseconds),
-                max_ms=max(milliseconds),
-                kernel_ms=0.0,
-                host_ms=0.0,
-                floor_ms=floor_ms,
-            )
-        )
+        if not case.chunk:  # transformers would pad all rows to the length of the chunk
+            results.append(peer_times(case, peer, few, floor_ms))
         yield from (as_record(result) for result in results)
+
+
+def peer_times(case: StepCase, peer: Transformers, rounds: int, floor_ms: float) -> StepTimes:
+    milliseconds = [1000 * seconds for seconds in peer.seconds(case, rounds)]
+    return StepTimes(
+        case=str(case),
+        way="transformers",
+        step_ms=statistics.median(milliseconds),
+        min_ms=min(milliseconds),
+        max_ms=max(milliseconds),
+        kernel_ms=0.0,
+        host_ms=0.0,
+        floor_ms=floor_ms,
+    )
 
 
 def start_results(model: Path, num_threads: int) -> Iterator[dict[str, object]]:
@@ -171,7 +175,9 @@ def draw(records: list[dict[str, Any]], target: Path) -> None:
     # The same data gives the same file.
     mpl.rcParams["svg.hashsalt"] = "modelworker"
     context = f"context {DECODES[0][1]}"
-    decodes = [record for record in records if str(record.get("case", "")).endswith(context)]
+    decodes = [
+        record for record in records if str(record.get("case", "")).startswith("decode") and str(record["case"]).endswith(context)
+    ]
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     for way, group in itertools.groupby(
         sorted(decodes, key=lambda record: str(record["way"])), key=lambda record: str(record["way"])

@@ -1,15 +1,23 @@
 """Compiled models on disk: what is used again, what is not, and what is said of it."""
 
 import dataclasses
+import hashlib
+import io
 import logging
 import os
+import platform
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,16 +67,18 @@ WARM = {"cache_hits": 1, "pieces": 1, "dynamo": 0, "inductor": 0}
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the product; tests copy it."""
+    """A cache that holds the product; tests have it moved to another place."""
     directory = tmp_path_factory.mktemp("caches") / "filled"
     assert start(directory) == COLD
     return directory
 
 
 @pytest.fixture
-def cache(filled: Path, tmp_path: Path) -> Path:
-    """A copy of it in another place."""
-    return Path(shutil.copytree(filled, tmp_path / "moved"))
+def cache(filled: Path, tmp_path: Path) -> Iterator[Path]:
+    """It in another place; where it was is nothing, so that nothing can be found there by an absolute path."""
+    original = filled.rename(filled.with_name("original"))
+    yield Path(shutil.copytree(original, tmp_path / "moved"))
+    original.rename(filled)
 
 
 def artifact_in(directory: Path) -> Path:
@@ -80,8 +90,9 @@ def test_a_second_start_compiles_and_traces_nothing(filled: Path) -> None:
     assert start(filled) == WARM
 
 
-def test_a_cache_may_be_moved(cache: Path) -> None:
+def test_a_cache_may_be_moved(filled: Path, cache: Path) -> None:
     assert start(cache) == WARM
+    assert not filled.exists()
 
 
 def test_a_start_on_compiled_code_loads_neither_dynamo_nor_inductor(cache: Path) -> None:
@@ -111,7 +122,7 @@ def test_only_its_owner_can_read_or_write_a_cache_whatever_the_umask(filled: Pat
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "cache", *(tmp_path / "cache").iterdir())}
     assert set(modes.values()) == {0o700, 0o600}
-    assert all(mode == (0o700 if name in ("cache", "kernels") else 0o600) for name, mode in modes.items())
+    assert all(mode == (0o700 if name == "cache" else 0o600) for name, mode in modes.items())
 
 
 def _flip(path: Path) -> None:
@@ -125,11 +136,54 @@ def _symbolic(path: Path) -> None:
     path.symlink_to(path.with_suffix(".elsewhere"))
 
 
+def _rewritten(**changes: bytes | None) -> Callable[[Path], None]:
+    """Changes parts of an artifact, or leaves them out, and makes its digest right again."""
+
+    def rewrite(path: Path) -> None:
+        data = path.read_bytes()
+        start = data.index(b"\n") + 1
+        with zipfile.ZipFile(io.BytesIO(data[start + 64 :])) as archive:
+            parts: dict[str, bytes | None] = {name: archive.read(name) for name in archive.namelist()}
+        payload = io.BytesIO()
+        with zipfile.ZipFile(payload, "w") as archive:
+            for name, content in (parts | {_PARTS.get(name, name): content for name, content in changes.items()}).items():
+                if content is not None:
+                    archive.writestr(name, content)
+        _with_digest(path, payload.getvalue())
+
+    return rewrite
+
+
+def _with_digest(path: Path, payload: bytes) -> None:
+    path.write_bytes(MAGIC + hashlib.sha256(payload).hexdigest().encode() + payload)
+
+
+MAGIC = b"modelworker compiled model 1\n"
+_PARTS = {
+    "program": "program.json",
+    "factors": "factors.json",
+    "code": "pieces/0/code.py",
+    "plain": "pieces/0/plain.py",
+    "kernel": "pieces/0/kernels/kernel",
+}
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit flipped": (_flip, "damaged"),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
     "emptied": (lambda path: path.write_bytes(b""), "damaged"),
     "replaced": (lambda path: path.write_bytes(b"\x80\x04" + b"x" * 1000), "damaged"),
+    "replaced, digest and all": (lambda path: _with_digest(path, b"no archive"), "damaged"),
+    "without its program": (_rewritten(program=None), "damaged"),
+    "without its factors": (_rewritten(factors=None), "damaged"),
+    "with a program that is no JSON": (_rewritten(program=b"{"), "damaged"),
+    "with a program of other JSON": (_rewritten(program=b"[]"), "damaged"),
+    "with a program that is no text": (_rewritten(program=b"\xff"), "damaged"),
+    "without its code": (_rewritten(code=None), "damaged"),
+    "with code that is no Python": (_rewritten(code=b"def"), "damaged"),
+    "with code of nothing to call": (_rewritten(code=b"x = 1"), "damaged"),
+    "with code that fails": (_rewritten(code=b"import torch\ntorch.no_such_function"), "damaged"),
+    "with code that needs what the system lacks": (_rewritten(code=b"raise OSError(24, 'too many open files')"), "damaged"),
+    "with plain code that is no Python": (_rewritten(plain=b"def"), "damaged"),
+    "with a kernel that is no library": (_rewritten(kernel=b"text"), "damaged"),
     "removed": (lambda path: path.unlink(), "absent"),
     "made writable for the group": (lambda path: path.chmod(0o660), "untrusted"),
     "made writable for all": (lambda path: path.chmod(0o602), "untrusted"),
@@ -201,11 +255,11 @@ from modelworker.compiler.cache import ArtifactCache
 os.setgroups([]); os.setegid(65534); os.seteuid(65534)
 cache = ArtifactCache(Path({str(directory)!r}))
 found = cache.load({{"a": 1}})
-print(type(found).__name__, cache.store(found, {{"b": 1}}), cache.work_directory())
+print(type(found).__name__, cache.store(found, {{"b": 1}}))
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert found.stderr == ""
-    assert found.stdout == f"Artifact {directory}: can't be written to: Permission denied None\n"
+    assert found.stdout == f"Artifact {directory}: can't be written to: Permission denied\n"
 
 
 def test_workers_that_start_at_once_see_whole_artifacts_or_none(tmp_path: Path) -> None:
@@ -228,6 +282,32 @@ def test_workers_that_start_at_once_see_whole_artifacts_or_none(tmp_path: Path) 
     assert all(one == ARTIFACT or (isinstance(one, Miss) and one.reason == "absent") for one in found)
     assert found[-1] == ARTIFACT
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".artifact", ".json"}
+
+
+def test_what_is_old_is_removed_and_what_a_killed_worker_left_half_written(tmp_path: Path) -> None:
+    cache = ArtifactCache(tmp_path / "cache")
+    for name in "ab":
+        assert cache.store(ARTIFACT, {name: 1}) is None
+    old = {tmp_path / "cache" / f"{name_of({'a': 1})}.{kind}" for kind in ("artifact", "json")}
+    abandoned = {tmp_path / "cache" / f".{path.name}.0123456789abcdef" for path in old}
+    for path, age in [(path, 31 * 24 * 3600) for path in old] + [(path, 2 * 3600) for path in abandoned]:
+        path.touch()
+        os.utime(path, (time.time() - age,) * 2)
+    being_written = tmp_path / "cache" / ".others.artifact.fedcba9876543210"
+    being_written.touch()
+    assert cache.store(ARTIFACT, {"c": 1}) is None
+    kept = {f"{name_of({name: 1})}.{kind}" for name in "bc" for kind in ("artifact", "json")}
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {*kept, being_written.name}
+
+
+def test_a_cache_holds_only_what_is_verified_before_it_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Inductor built its kernels is gone, and a second compilation looks for none that somebody may have left."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    source = small_source(lambda x: torch.sin(x) + 1)
+    compile_model(source, CompileSettings(), counters=CompileCounters(), cache=ArtifactCache(tmp_path / "cache"))
+    assert {path.suffix for path in (tmp_path / "cache").rglob("*")} == {".artifact", ".json"}
+    assert not list((tmp_path / "temporary").rglob("*.so"))
 
 
 def _key(source: ModelSource = SOURCE, settings: CompileSettings | None = None, passes: tuple[GraphPass, ...] = ()) -> str:
@@ -266,6 +346,11 @@ def test_the_same_model_has_the_same_key_and_readable_factors(filled: Path) -> N
 )
 def test_another_model_has_another_key(changes: dict[str, Any]) -> None:
     assert _key(_changed(**changes)) != _key()
+
+
+def test_the_order_of_inputs_is_part_of_the_key_for_they_are_bound_by_position() -> None:
+    x, y = (StepInput(("num_tokens", 8), torch.float32) for _ in range(2))
+    assert _key(_changed(inputs={"x": x, "y": y})) != _key(_changed(inputs={"y": y, "x": x}))
 
 
 def test_weights_that_are_one_tensor_are_another_model_than_weights_that_are_two() -> None:
@@ -338,6 +423,28 @@ def test_the_number_of_threads_and_what_steers_the_compilers_are_part_of_the_key
     finally:
         torch.set_num_threads(threads)
     assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "found"),
+    [
+        (torch, "__version__", "2.99.0"),
+        (torch.version, "git_version", "another build of the same version"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "AVX7"),
+        (platform, "machine", lambda: "riscv64"),
+        (metadata, "version", lambda _name: "9.9"),
+        (sys, "implementation", SimpleNamespace(cache_tag="cpython-399")),
+    ],
+    ids=["torch", "git", "CPU capability", "machine", "triton", "python"],
+)
+def test_another_version_or_another_cpu_has_another_key(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, found: object
+) -> None:
+    key = _key()
+    monkeypatch.setattr(owner, name, found)
+    assert _key() != key
+    monkeypatch.undo()
+    assert _key() == key
 
 
 VERSIONS = """

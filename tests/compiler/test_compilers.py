@@ -14,9 +14,10 @@ from modelworker.compiler.compile import compile_model
 from modelworker.compiler.counters import CompileCounters, ProcessCompilations
 from modelworker.compiler.errors import NoCompilerError
 from modelworker.compiler.generated_code import GeneratedCode, extract_code, load_code
+from modelworker.compiler.passes import default_passes
 from modelworker.compiler.program import OpStage, PieceStage, Program, SlotArgument
 from modelworker.compiler.program_json import program_from_json, program_to_json
-from modelworker.compiler.settings import CompileSettings, compile_settings_of
+from modelworker.compiler.settings import PASS_NAMES, CompileSettings, compile_settings_of
 from modelworker_testing.small_models import small_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
@@ -71,8 +72,13 @@ def test_levels_compile_nothing_then_pieces_then_measured_ones() -> None:
     assert compile_settings_of(0) is None
     assert compile_settings_of(1) == compile_settings_of(2) == CompileSettings()
     assert compile_settings_of(3, partition="inductor") == CompileSettings(autotune=True, partition="inductor")
+    assert compile_settings_of(1, disabled_passes=PASS_NAMES[:1]) == CompileSettings(disabled_passes=PASS_NAMES[:1])
     with pytest.raises(ValueError, match="4"):
         compile_settings_of(4)
+
+
+def test_the_names_of_the_passes_are_those_that_settings_know() -> None:
+    assert tuple(graph_pass.name for graph_pass in default_passes()) == PASS_NAMES
 
 
 GENERATED = """

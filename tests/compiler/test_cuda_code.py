@@ -20,13 +20,15 @@ from modelworker.compiler.counters import CompileCounters
 from modelworker.compiler.model_source import ModelSource
 from modelworker.compiler.settings import CompileSettings
 from modelworker.compiler.triton_files import collect_triton_files, triton_directory
-from modelworker.ops.catalog import OPAQUE_OPS, op_namespaces, splitting_ops
+from modelworker.ops.catalog import OPAQUE_OPS
 from modelworker.ops.op_settings import OpSettings, choose_custom_ops
 from modelworker.ops.report import switchable_ops
 from modelworker.ops.triton_library import load_triton
-from modelworker.worker.models import AttentionMetadata, build_model, load_model_config
+from modelworker.worker.compiled_decoder import decoder_source
+from modelworker.worker.kv_cache import KvCache, KvCacheGeometry
+from modelworker.worker.models import build_model, load_model_config
+from modelworker.worker.step_buffers import StepBuffers
 from modelworker_testing.checkpoints import TINY
-from modelworker_testing.compiled_models import STEP_INPUTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -51,7 +53,6 @@ LLAMA_1B = {
     "max_position_embeddings": 8192,
     "num_hidden_layers": 2,
 }
-MAX_SIZES = {"num_tokens": 8192, "num_sequences": 256, "num_sequences + 1": 257, "table_width": 512}
 
 # Before the first attention: embedding and norm; the rotation of queries, of keys. Between: addition and norm, activation, addition
 # and norm, the rotations. After the last: without them.
@@ -79,7 +80,7 @@ def stand_in() -> Iterator[Any]:
 
 
 def source_of(shape: dict[str, Any], directory: Path, *, has_kernels: bool = False) -> ModelSource:
-    """The decoder, as it is compiled for a GPU, with native ops or the kernels that are the default there.
+    """The decoder, as the worker has it compiled for a GPU, with native ops or the kernels that are the default there.
 
     Its weights are not filled: they are never read.
     """
@@ -90,24 +91,16 @@ def source_of(shape: dict[str, Any], directory: Path, *, has_kernels: bool = Fal
     custom_ops = choose_custom_ops((), known=switchable_ops(), opaque=opaque, platform="cuda", compiles=True, backend="inductor")
     ops = OpSettings(platform="cuda", custom_ops=custom_ops, compiles=True, triton=triton)
     model = build_model(config, dtype=torch.bfloat16, ops=ops).to_empty(device="cpu")
-    cache_shape = (2, config.num_kv_heads, 16, config.head_dim)
-    caches = [
-        (torch.empty(cache_shape, dtype=torch.bfloat16), torch.empty(cache_shape, dtype=torch.bfloat16))
-        for _ in range(config.num_layers)
-    ]
-    bound = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for layer, (keys, values) in enumerate(caches):
-        bound |= {f"key_cache.{layer}": keys, f"value_cache.{layer}": values}
-    return ModelSource(
-        function=lambda token_ids, positions, *attention: model(token_ids, positions, AttentionMetadata(*attention), caches),
-        inputs=STEP_INPUTS,
-        bound=bound,
-        splitting_ops=splitting_ops(triton=triton),
-        op_namespaces=op_namespaces(triton=triton),
-        identity={},
-        sources=(),
-        max_sizes=MAX_SIZES,
+    geometry = KvCacheGeometry(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=16,
+        dtype=torch.bfloat16,
     )
+    device = torch.device("cpu")
+    buffers = StepBuffers(max_tokens=8192, max_sequences=256, max_blocks=512, device=device)
+    return decoder_source(model, KvCache(geometry, 2, device), buffers, device=device, kernels=None, triton=triton, identity={})
 
 
 def cuda_pieces(source: ModelSource, stand_in: Any) -> list[CudaPiece]:

@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,20 +14,20 @@ from modelworker.graphs.backend import GraphBackend, StaleInputError, UnknownKey
 from modelworker.graphs.cpu_backend import CpuGraphBackend
 from modelworker.graphs.cuda_backend import CudaGraphBackend
 from modelworker.graphs.dispatch import Dispatcher, Reason
-from modelworker.graphs.graph_set import CaptureReport, GraphSet
+from modelworker.graphs.graph_set import CaptureReport, GraphSet, Program
 from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey, make_key
 from modelworker.ops.cpu.isa import cpu_flags, usable_levels
 from modelworker.ops.cpu.library import load_library
-from modelworker.ops.cpu.recorder import Recorder
 from modelworker_testing.aten_recorder import AtenRecorder
 from modelworker_testing.graph_world import BLOCK_SIZE, MAX_LEN, GraphWorld, Row
+from modelworker_testing.poisonable_recorder import PoisonableRecorder
 
 MAX_SEQUENCES, MAX_TOKENS = 4, 16
 
 
 class Place(NamedTuple):
-    """A backend, where it runs, and how its pool's content is made useless."""
+    """A backend, where it runs, and how its pool's content, beyond what graphs return, is made useless."""
 
     device: str
     backend: GraphBackend
@@ -42,10 +42,12 @@ def _cpu() -> Place:
 def _cpu_kernels() -> Place:
     """The recorder that is served, with the kernels' library; the model's ops are calls for it."""
     library = load_library(usable_levels(cpu_flags())[0], Path(__file__).resolve().parents[2] / "build" / "cpu-kernels")
-    return Place("cpu", CpuGraphBackend(Recorder(library)), lambda: None)
+    recorder = PoisonableRecorder(library)
+    return Place("cpu", CpuGraphBackend(recorder), recorder.poison)
 
 
 def _cuda() -> Place:
+    """What graphs return is made useless, memory between their kernels is not: libraries may keep state of theirs in it."""
     return Place("cuda", CudaGraphBackend(torch.device("cuda", 0)), lambda: None)
 
 
@@ -55,16 +57,26 @@ class Captured(NamedTuple):
     dispatcher: Dispatcher
     graphs: GraphSet
     report: CaptureReport
+    programs: Mapping[RuntimeMode, Program]
 
     def run(self, rows: list[Row]) -> tuple[GraphKey, Tensor]:
         """Runs a step as the dispatcher says; returns the key and the real rows of the result."""
         key = self.dispatcher.choose(self.world.shape(rows, self.dispatcher.settings.decode_query_lens)).key
         assert key is not None
-        self.place.poison()
+        self.poison(key)
         (hidden,) = self.graphs.run(key, self.world.padded_inputs(rows, key))
         assert hidden.shape[0] == key.num_tokens
         assert torch.isfinite(hidden).all()
         return key, hidden[: sum(row.query_len for row in rows)].clone()
+
+    def poison(self, key: GraphKey) -> None:
+        """Leaves nothing of an earlier replay where a graph writes and returns its results."""
+        kept = [cache.clone() for cache in self.world.all_caches()]
+        for output in self.programs[key.mode].replay(key, self.world.inputs_for(key)):
+            output.fill_(torch.nan)
+        for cache, content in zip(self.world.all_caches(), kept, strict=True):
+            cache.copy_(content)
+        self.place.poison()
 
 
 @pytest.fixture(
@@ -98,10 +110,11 @@ def _capture(place: Place, mode: GraphMode) -> Captured:
     world = GraphWorld(max_sequences=MAX_SEQUENCES, max_tokens=MAX_TOKENS, device=place.device)
     settings = GraphSettings(max_sequences=MAX_SEQUENCES, max_tokens_per_step=MAX_TOKENS, mode=mode, decode_query_lens=(1, 3))
     dispatcher = Dispatcher(settings)
-    graphs = GraphSet(backend=place.backend, programs=world.programs())
+    programs = world.programs()
+    graphs = GraphSet(backend=place.backend, programs=programs)
     report = graphs.capture(dispatcher, inputs_for=world.inputs_for)
     assert report.failures == ()
-    return Captured(world, place, dispatcher, graphs, report)
+    return Captured(world, place, dispatcher, graphs, report, programs)
 
 
 def _steps(seed: int, count: int, world: GraphWorld) -> Iterator[list[Row]]:
@@ -229,6 +242,15 @@ def test_g13_replay_gives_the_same_after_other_allocations_and_garbage_collectio
     for first, second in zip(before, after, strict=True):
         assert torch.equal(first, second)
     assert all(torch.isnan(tensor).all() for tensor in noise)
+
+
+def test_before_each_step_of_these_tests_a_graph_holds_no_result_of_an_earlier_one(captured: Captured) -> None:
+    world = captured.world
+    for key in captured.report.captured:
+        (hidden,) = captured.graphs.run(key, world.padded_inputs([Row(0, 1)], key))
+        assert torch.isfinite(hidden).all()
+        captured.poison(key)
+        assert torch.isnan(hidden).all()
 
 
 def test_an_unknown_key_is_an_error(captured: Captured) -> None:

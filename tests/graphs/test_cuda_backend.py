@@ -1,5 +1,7 @@
 """What the CUDA backend asks of `torch.cuda`, in which order. What it gets is tested on a GPU, by the contract."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,9 +30,12 @@ class Graph:
     def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
         self._cuda.notes.append(f"{self._name} begins on {self._cuda.current.name} in {pool}, {capture_error_mode}")
         self._cuda.free_bytes -= 10  # what the driver takes
+        self._cuda.memory.pools_in_use.append(pool)
 
     def capture_end(self) -> None:
         self._cuda.notes.append(f"{self._name} ends")
+        if not self._cuda.invalidated or self._cuda.failed_captures_end:
+            self._cuda.memory.pools_in_use.pop()
         if self._cuda.invalidated:
             raise RuntimeError("the capture was invalidated")
 
@@ -41,24 +46,47 @@ class Graph:
         self._cuda.notes.append(f"{self._name} is reset")
 
 
+class Memory:
+    """Stands in for the module `torch.cuda.memory`: knows into which pools the allocator allocates because of captures."""
+
+    def __init__(self) -> None:
+        self.pools_in_use: list[object] = []
+
+    def _cuda_endAllocateToPool(self, device_index: int, pool: object) -> None:  # noqa: N802
+        assert device_index == DEVICE.index
+        if pool not in self.pools_in_use:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.pools_in_use.remove(pool)
+
+
+class Untold:
+    """A module `torch.cuda.memory` without the function."""
+
+    def __init__(self) -> None:
+        self.pools_in_use: list[object] = []
+
+
 class Cuda:
     """Stands in for the module `torch.cuda`: notes what is called, and in which stream."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.main = self.current = Stream(self.notes, "main")
+        self.memory: Any = Memory()
         self.invalidated = False
+        self.failed_captures_end = True
         self.free_bytes, self.reserved = 1000, 100
         self.segments: list[dict[str, Any]] = []
-        self._num_graphs = 0
+        self.graphs: list[weakref.ref[Graph]] = []
 
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802
         self.notes.append(f"new stream on {device}")
         return Stream(self.notes, "side")
 
     def CUDAGraph(self) -> Graph:  # noqa: N802
-        self._num_graphs += 1
-        return Graph(self, self._num_graphs)
+        graph = Graph(self, len(self.graphs) + 1)
+        self.graphs.append(weakref.ref(graph))
+        return graph
 
     def graph_pool_handle(self) -> tuple[int, int]:
         self.notes.append("new pool")
@@ -81,6 +109,7 @@ class Cuda:
         self.notes.append("synchronize")
 
     def empty_cache(self) -> None:
+        assert not self.memory.pools_in_use, "memory is freed while a capture is under way"
         self.notes.append("empty cache")
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
@@ -136,10 +165,50 @@ def test_a_failed_capture_is_ended_and_freed_and_raises_its_own_error(invalidate
     with backend.session():
         with pytest.raises(ValueError, match="the model reads a value"):
             backend.capture(fail)
-        assert cuda.notes[-2:] == ["graph 1 ends", "graph 1 is reset"]
+        assert [note for note in cuda.notes if note.startswith("graph 1")][1:] == ["graph 1 ends", "graph 1 is reset"]
         cuda.invalidated = False
         backend.capture(tuple)
     assert cuda.current is cuda.main
+
+
+@pytest.mark.parametrize("failed_captures_end", [False, True])
+@pytest.mark.parametrize("raises", [False, True])
+def test_after_a_failed_capture_the_allocator_takes_none_to_be_under_way(raises: bool, failed_captures_end: bool) -> None:
+    """Before torch 2.13, and from then on."""
+    cuda = Cuda()
+    cuda.failed_captures_end = failed_captures_end
+    backend = CudaGraphBackend(DEVICE, cuda=cuda)
+
+    def fail() -> tuple[()]:
+        cuda.invalidated = True
+        if raises:
+            raise RuntimeError("the capture was invalidated")
+        return ()
+
+    with backend.session():
+        with pytest.raises(RuntimeError, match="the capture was invalidated"):
+            backend.capture(fail)
+        assert not cuda.memory.pools_in_use
+        cuda.invalidated = False
+        backend.capture(tuple)
+    backend.close()
+
+
+def test_a_graph_whose_capture_failed_outlives_an_allocator_that_can_not_be_told() -> None:
+    cuda = Cuda()
+    cuda.memory = Untold()
+    cuda.failed_captures_end, cuda.invalidated = False, True
+    backend = CudaGraphBackend(DEVICE, cuda=cuda)
+
+    def fail() -> None:
+        with backend.session():
+            with pytest.raises(RuntimeError, match="the capture was invalidated"):
+                backend.capture(tuple)
+            gc.collect()
+            assert cuda.graphs[0]() is not None
+
+    with pytest.raises(AssertionError, match="under way"):
+        fail()
 
 
 def test_an_error_at_the_end_of_a_capture_is_raised_and_the_graph_freed() -> None:

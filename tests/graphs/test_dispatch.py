@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from modelworker.graphs.dispatch import Choice, Dispatcher, Reason
 from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
-from modelworker.graphs.shapes import GraphKey
+from modelworker.graphs.shapes import GraphKey, StepShape
 from modelworker_testing.graph_batches import Rows, rows_that_hit, shape_of
 from modelworker_testing.graph_settings import settings_of_graphs
 
@@ -274,3 +274,16 @@ def test_what_is_served_is_the_mode_without_those_out_of_service(mode: str, disa
     for name in disabled:
         dispatcher.disable(RuntimeMode[name], Reason.FAILED_SELF_CHECK)
     assert dispatcher.served_mode == served
+
+
+@pytest.mark.parametrize("mode", GraphMode)
+def test_where_compiled_code_is_out_of_service_every_step_without_a_graph_says_so(mode: GraphMode) -> None:
+    dispatcher = Dispatcher(GraphSettings(max_sequences=2, max_tokens_per_step=64, mode=mode))
+    shapes = [StepShape(2, 2, 1, True), StepShape(2, 1, None, False), StepShape(64, 2, None, False)]
+    keys = [dispatcher.choose(shape).key for shape in shapes]
+    dispatcher.disable(RuntimeMode.NONE, Reason.FAILED_SELF_CHECK)
+    choices = [dispatcher.choose(shape) for shape in shapes]
+    assert [choice.key for choice in choices] == keys
+    assert all(choice.reason is Reason.FAILED_SELF_CHECK for choice in choices if choice.key is None)
+    assert dispatcher.choose(StepShape(0, 0, None, True)).reason is Reason.EMPTY
+    assert dispatcher.served_mode is mode

@@ -14,7 +14,7 @@ from torch import Tensor
 from modelworker.graphs.backend import Tensors, UnknownKeyError
 from modelworker.graphs.dispatch import Dispatcher, Reason
 from modelworker.graphs.full import FullGraphs
-from modelworker.graphs.graph_set import GraphSet, Program
+from modelworker.graphs.graph_set import GraphMemoryError, GraphSet, Program
 from modelworker.graphs.piecewise import PiecewiseGraphs, Stage
 from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey, StepShape
@@ -218,9 +218,33 @@ def test_where_both_modes_fail_every_step_says_so() -> None:
         assert dispatcher.choose(shape) == (None, Reason.NOT_CAPTURED)
 
 
-def test_g15_a_capture_for_which_the_memory_is_too_small_is_reported_with_its_error() -> None:
-    *_, report = _captured({1: torch.OutOfMemoryError("CUDA out of memory")})
-    assert isinstance(report.failures[0].error, torch.OutOfMemoryError)
+LACKS_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Error code 12"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", LACKS_OF_MEMORY, ids=str)
+def test_g15_a_capture_for_which_the_memory_is_too_small_says_which_graph_it_is(error: Exception) -> None:
+    with pytest.raises(GraphMemoryError, match=r"^there is no memory for the graph of PIECEWISE 4 tokens$") as caught:
+        _captured({1: error}, GraphSettings(max_sequences=2, max_tokens_per_step=4, mode=GraphMode.PIECEWISE))
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", LACKS_OF_MEMORY, ids=str)
+def test_g15_a_warm_up_run_for_which_the_memory_is_too_small_says_so_too(error: Exception) -> None:
+    class Large(Step):
+        def whole(self, tokens: Tensor) -> Tensors:
+            raise error
+
+    step = Large([])
+    graphs = GraphSet(backend=NotingBackend(), programs=step.programs())
+    with pytest.raises(GraphMemoryError, match=r"^there is no memory for the graph of FULL 2 tokens 2 sequences of 1$") as caught:
+        graphs.capture(Dispatcher(SETTINGS), inputs_for=step.inputs_for)
+    assert caught.value.__cause__ is error
 
 
 def test_a_failure_keeps_no_tensor_alive() -> None:

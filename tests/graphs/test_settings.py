@@ -48,7 +48,6 @@ def test_every_mode_is_in_the_table_and_only_three_exist_at_run_time() -> None:
         ({"mixed_sizes": (16, 16)}, "mixed size 16 is given twice"),
         ({"mixed_sizes": (16, 65)}, "mixed size 65 is above max_tokens_per_step, 64"),
         ({"mixed_sizes": (16,), "mode": "FULL_DECODE_ONLY"}, "graph mode FULL_DECODE_ONLY captures no graphs of mixed batches"),
-        ({"mode": "FULL", "captures_mixed_attention": False}, "the attention in use does not support"),
     ],
 )
 def test_a_contradiction_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
@@ -63,11 +62,6 @@ def test_a_contradiction_is_refused_in_one_line(change: dict[str, Any], message:
 
 def test_a_decode_size_above_the_largest_batch_of_one_query_length_is_allowed_where_another_reaches_it() -> None:
     GraphSettings(max_sequences=8, max_tokens_per_step=64, decode_query_lens=(1, 3), decode_sizes=(4, 24))
-
-
-@pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not GraphMode.FULL])
-def test_attention_that_captures_no_mixed_batch_is_refused_in_no_other_mode(mode: GraphMode) -> None:
-    GraphSettings(max_sequences=8, max_tokens_per_step=64, mode=mode, captures_mixed_attention=False)
 
 
 @pytest.mark.parametrize(("query_len", "tokens"), [(1, 8), (3, 24), (8, 64), (9, 63), (33, 33), (64, 64)])

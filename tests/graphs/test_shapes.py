@@ -45,6 +45,21 @@ def test_g01_a_fresh_prompt_is_not_decode_whatever_its_length(rows: Rows) -> Non
     assert not _shape(rows, 1, 3).all_decode
 
 
+@pytest.mark.parametrize(
+    ("rows", "draft_lens"),
+    [
+        ([(3, 6)], [0]),  # a chunk of a prompt, over the chunks before it
+        ([(3, 6), (3, 9)], [0, 2]),  # the same beside a row that verifies two drafts
+        ([(3, 6), (1, 9)], [0, 0]),
+    ],
+)
+def test_g01_a_chunk_of_a_prompt_is_not_decode_whatever_its_length(rows: Rows, draft_lens: list[int]) -> None:
+    query_lens, context_lens, _ = arrays_of(rows)
+    shape = step_shape(query_lens, context_lens, np.array(draft_lens, np.int32), (1, 3))
+    assert shape.uniform_query_len is None
+    assert not shape.all_decode
+
+
 def test_the_last_token_of_a_prompt_over_existing_context_is_decode() -> None:
     assert _shape([(1, 512), (1, 3)], 1).uniform_query_len == 1
 
@@ -63,7 +78,7 @@ def test_a_step_without_sequences_has_a_shape() -> None:
 
 def test_sums_beyond_32_bits_are_right() -> None:
     query_lens = np.full(3, 2**30, np.int32)
-    assert step_shape(query_lens, np.zeros(3, np.int32), (1,)).num_tokens == 3 * 2**30
+    assert step_shape(query_lens, np.zeros(3, np.int32), np.zeros(3, np.int32), (1,)).num_tokens == 3 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ FOLDERS = ("compiler", "graphs", "ops", "proto", "worker")
 
 # The modules that speak gRPC or handle its messages.
 EDGE = re.compile(
-    r"modelworker\.worker\.(server|servicer|wire(\.\w+)?|interceptor|health|reflection|client(\.\w+)?|payload|recording|cli|command_\w+)"
+    r"modelworker\.worker\.(server|servicer|step_stream|wire(\.\w+)?|interceptor|statuses|call_log|health|reflection|client(\.\w+)?|payload|recording|cli|command_\w+)"
 )
-STRUCTLOG = {f"modelworker.worker.{name}" for name in ("cli", "server", "interceptor", "telemetry")}
+STRUCTLOG = {f"modelworker.worker.{name}" for name in ("cli", "server", "call_log", "telemetry")}
 # `serve` answers liveness before torch is loaded: it loads start-up by name, on the engine thread.
 # A warm start compiles nothing: it must not load Dynamo and Inductor, and generated extensions are loaded from memory.
 IMPORTLIB = {
@@ -31,14 +31,14 @@ IMPORTLIB = {
 # What models share with the worker around them.
 WORKER_MODULES_FOR_MODELS = {"modelworker.worker.errors", "modelworker.worker.progress"}
 HOT = re.compile(
-    r"modelworker\.(ops(\..*)?|graphs(\..*)?|worker\.(models\..*|engine|executor|step_queue|fencing|servicer|wire(\.\w+)?|interceptor|batch"
+    r"modelworker\.(ops(\..*)?|graphs(\..*)?|worker\.(models\..*|engine|executor|step_queue|fencing|servicer|step_stream|wire(\.\w+)?|interceptor|batch"
     r"|buffers|stage|kv_cache|sampling|random_numbers|counters))"
 )
 # Loaded on a bare GPU machine, which has torch but neither gRPC nor structlog.
 BARE = re.compile(r"modelworker\.(ops|compiler|graphs|worker\.models)(\..*)?|modelworker\.worker\.(engine|startup|executor)")
 # A router in Python: what a user installs without the extra `worker`.
-ROUTER = re.compile(r"modelworker\.worker\.(client(\.\w+)?|scheduler|scheduler_types)")
-SCHEDULER = re.compile(r"modelworker\.worker\.(scheduler|scheduler_types)")
+ROUTER = re.compile(r"modelworker\.worker\.(client(\.\w+)?|scheduler(\.\w+)?)")
+SCHEDULER = re.compile(r"modelworker\.worker\.(scheduler(\.\w+)?)")
 
 
 @dataclass(frozen=True)

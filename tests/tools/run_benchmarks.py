@@ -21,8 +21,9 @@ Result = dict[str, Any]
 def run(script: Path, into: Path) -> tuple[list[Result], int]:
     """Runs one benchmark; returns its results and its exit code."""
     results: list[Result] = []
-    # Benchmarks share modules that lie beside them, which a safe path leaves out.
-    environment = {**os.environ, "PYTHONPATH": str(script.parent)}
+    # Benchmarks share modules that lie beside them, which a safe path leaves out, and some of those of the tests.
+    paths = (str(script.parent), str(script.parent.parent / "support"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:

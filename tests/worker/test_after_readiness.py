@@ -19,7 +19,7 @@ from modelworker.worker.check_batch import CheckRow, CheckSampling, make_check_b
 from modelworker.worker.engine import Engine
 from modelworker.worker.settings import ExecutionSettings
 from modelworker.worker.step_runner import Way
-from modelworker_testing.batches import make_batch
+from modelworker_testing.batches import make_batch, with_drafts
 from modelworker_testing.checkpoints import save_tiny
 from modelworker_testing.engines import engine_of, tiny_settings_with
 from modelworker_testing.graph_batches import rows_that_hit
@@ -64,10 +64,12 @@ def random_step(random: np.random.Generator) -> StepBatch:
             break
         rows.append((query_len, context_len, table))
     batch = make_batch(rows, seed=int(random.integers(1000)))
+    if kind in ("decode", "drafts"):
+        batch = with_drafts(batch)
     if random.random() < 0.3:
         sampling = CheckSampling(temperature=float(random.choice([0.0, 0.7])), top_k=int(random.choice([0, 5])), top_p=0.9)
         batch = dataclasses.replace(batch, sampling=sampling_of(sampling, len(rows)))
-    return dataclasses.replace(batch, sample=random.random(len(rows)) < 0.8)
+    return dataclasses.replace(batch, sample=(random.random(len(rows)) < 0.8) | (batch.draft_lens > 0))
 
 
 def sampling_of(sampling: CheckSampling, num_rows: int) -> SamplingBatch | None:
@@ -140,7 +142,7 @@ def test_every_captured_graph_is_hit_by_the_batch_that_it_was_captured_for(engin
         blocks = iter(range(1, NUM_BLOCKS))
         rows = [(query, context, [next(blocks) for _ in range(-(-(query + context) // 4))]) for query, context, _ in rows]
         before = graphs.hits[key]
-        result = engine.step(make_batch(rows))
+        result = engine.step(with_drafts(make_batch(rows)))
         assert graphs.hits[key] == before + 1, key
         assert result.graph.padded_tokens == key.num_tokens
 
@@ -159,11 +161,20 @@ def test_a_fresh_prompt_as_long_as_a_decode_never_runs_in_a_full_graph(
     engine: Engine, rows: list[tuple[int, int, list[int]]]
 ) -> None:
     engine.reset_kv_cache()
-    result = engine.step(make_batch(rows))
+    result = engine.step(with_drafts(make_batch(rows)))
     assert (result.graph.mode, result.graph.fallback_reason) == (GraphMode.PIECEWISE, "not_decode")
     engine.reset_kv_cache()
-    eager = engine.step_as(make_batch(rows), Way(Choice(None, Reason.NONE), is_plain=True))
+    eager = engine.step_as(with_drafts(make_batch(rows)), Way(Choice(None, Reason.NONE), is_plain=True))
     assert result.sampled_ids.tolist() == eager.sampled_ids.tolist()
+
+
+@pytest.mark.parametrize("rows", [[(3, 4, [1, 2])], [(3, 4, [1, 2]), (1, 4, [3, 4])]], ids=["alone", "beside a decode"])
+def test_a_chunk_of_a_prompt_as_long_as_a_drafted_row_never_runs_in_a_full_graph(
+    engine: Engine, rows: list[tuple[int, int, list[int]]]
+) -> None:
+    result = engine.step(make_batch(rows))
+    assert (result.graph.mode, result.graph.fallback_reason) == (GraphMode.PIECEWISE, "not_decode")
+    assert result.sampled_counts.tolist() == [1] * len(rows)
 
 
 def test_a_replay_after_unrelated_allocations_and_garbage_collection_gives_the_same(engine: Engine) -> None:

@@ -54,7 +54,7 @@ def address() -> Iterator[str]:
 def test_help_names_every_command():
     result = modelworker("--help")
     assert result.returncode == 0
-    for command in ("serve", "doctor", "info", "generate", "demo", "payload", "import-gguf"):
+    for command in ("serve", "doctor", "info", "generate", "demo", "payload", "profile", "replay", "import-gguf"):
         assert command in result.stdout
 
 

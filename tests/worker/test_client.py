@@ -6,9 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -24,6 +23,7 @@ from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_Mod
 from modelworker.worker.batch import GraphMode, SequenceErrorCode
 from modelworker.worker.client import (
     AsyncClient,
+    BlockCopies,
     CallDeadlineError,
     Client,
     InvalidRequestError,
@@ -46,7 +46,9 @@ from modelworker.worker.client.errors import error_of_code
 from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
 from modelworker.worker.errors import Violation
 from modelworker.worker.settings import ServerSettings, WorkerSettings
-from modelworker_testing.serving import VOCAB_SIZE, Gate, Running, async_test, running_server
+from modelworker_testing.cable import Cable
+from modelworker_testing.serving import VOCAB_SIZE, Gate, async_test, running_server
+from modelworker_testing.serving_thread import served_in_thread
 
 TOKENS = [5, 6, 7]
 
@@ -61,25 +63,6 @@ def one_row(tokens: list[int], context_len: int = 0) -> pb.ExecuteStepRequest:
         block_counts=[num_blocks],
         block_ids=list(range(1, num_blocks + 1)),
     )
-
-
-@contextmanager
-def served_in_thread(settings: WorkerSettings | None = None) -> Iterator[Running]:
-    """The worker's server on another thread's event loop, for blocking clients."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    context = running_server(settings)
-    try:
-        running = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(30)
-        try:
-            yield running
-        finally:
-            asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(60)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 # -- imports -------------------------------------------------------------------------------------------------------------------
@@ -114,12 +97,16 @@ def as_array(values: list[Any], kind: str) -> Any:
 @given(st.data(), st.sampled_from([as_list, as_array]))
 def test_a_built_request_is_the_one_that_protobuf_makes_of_the_same_lists(data: st.DataObject, shape: Any) -> None:
     arrays = {name: data.draw(int32s) for name in ("query_lens", "context_lens", "token_ids", "block_counts", "block_ids")}
-    sequence_ids, sample = data.draw(uint64s), data.draw(bools)
+    sequence_ids, finished_sequence_ids, sample = data.draw(uint64s), data.draw(uint64s), data.draw(bools)
+    zeroed, sources, destinations = data.draw(int32s), data.draw(int32s), data.draw(int32s)
     temperature, top_k, seed, has_seed = data.draw(floats), data.draw(int32s), data.draw(uint64s), data.draw(bools)
     modes = data.draw(st.lists(st.integers(0, 1), max_size=20))
     built = build_step(
         **{name: shape(values, "i4") for name, values in arrays.items()},
         sequence_ids=shape(sequence_ids, "u8"),
+        finished_sequence_ids=shape(finished_sequence_ids, "u8"),
+        zero_block_ids=shape(zeroed, "i4"),
+        block_copies=BlockCopies(source_ids=shape(sources, "i4"), destination_ids=shape(destinations, "i4")),
         sample=shape(sample, "?"),
         sampling=StepSampling(
             temperature=shape(temperature, "f4"),
@@ -138,6 +125,9 @@ def test_a_built_request_is_the_one_that_protobuf_makes_of_the_same_lists(data: 
     expected = pb.ExecuteStepRequest(
         **arrays,
         sequence_ids=sequence_ids,
+        finished_sequence_ids=finished_sequence_ids,
+        zero_block_ids=zeroed,
+        block_copies=pb.BlockCopies(source_ids=sources, destination_ids=destinations),
         sample=sample,
         sampling=pb.SamplingParams(temperature=temperature, top_k=top_k, seed=seed, has_seed=has_seed, logprobs_mode=modes),
         worker_epoch=2**64 - 1,
@@ -415,65 +405,6 @@ async def test_waiting_ends_when_the_engine_is_built_and_not_when_the_port_is_op
 
 
 # -- sessions ------------------------------------------------------------------------------------------------------------------
-
-
-class Cable:
-    """A TCP connection to the worker that is cut after a number of bytes has passed, counted in both directions."""
-
-    def __init__(self, port: int, lengths: Iterator[int]) -> None:
-        self._port = port
-        self._lengths = lengths
-        self.num_cuts = 0
-
-    @asynccontextmanager
-    async def plugged_in(self) -> AsyncIterator[str]:
-        tasks: set[asyncio.Task[None]] = set()
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.create_task(self._carry(reader, writer))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
-        try:
-            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
-            for task in list(tasks):
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        left = [next(self._lengths, None)]
-        directions = [
-            asyncio.create_task(self._pump(reader, upstream_writer, left)),
-            asyncio.create_task(self._pump(upstream_reader, writer, left)),
-        ]
-        try:
-            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for direction in directions:
-                direction.cancel()
-            await asyncio.gather(*directions, return_exceptions=True)
-            for each in (writer, upstream_writer):
-                each.transport.abort()
-                with suppress(OSError):
-                    await each.wait_closed()
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: list[int | None]) -> None:
-        with suppress(OSError):
-            while data := await reader.read(4096):
-                if left[0] is not None and len(data) >= left[0]:
-                    writer.write(data[: left[0]])
-                    await writer.drain()
-                    self.num_cuts += left[0] > 0
-                    left[0] = 0
-                    return
-                if left[0] is not None:
-                    left[0] -= len(data)
-                writer.write(data)
-                await writer.drain()
 
 
 async def survive_cuts(num_cuts: int, num_steps: int, seed: int) -> None:

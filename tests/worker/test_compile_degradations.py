@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from modelworker.compiler import compile as compile_module
 from modelworker.worker.batch import GraphMode
 from modelworker.worker.client import Client
 from modelworker.worker.counters import Counters
@@ -103,7 +104,7 @@ def share_kernels(cache: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def filled_cache(model: Path, expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds what a worker compiled; tests copy it."""
+    """A cache that holds what a worker compiled; tests have it moved to another place."""
     cache = share_kernels(tmp_path_factory.mktemp("caches") / "filled")
     with worker_on(model, cache) as engine:
         assert generate(engine)[0] == expected
@@ -112,9 +113,11 @@ def filled_cache(model: Path, expected: list[list[int]], tmp_path_factory: pytes
 
 
 @pytest.fixture
-def cache(filled_cache: Path, tmp_path: Path) -> Path:
-    """A copy in another place."""
-    return Path(shutil.copytree(filled_cache, tmp_path / "moved", symlinks=True))
+def cache(filled_cache: Path, tmp_path: Path) -> Iterator[Path]:
+    """It in another place; where it was is nothing, so that nothing can be found there by an absolute path."""
+    original = filled_cache.rename(filled_cache.with_name("original"))
+    yield Path(shutil.copytree(original, tmp_path / "moved", symlinks=True))
+    original.rename(filled_cache)
 
 
 def test_without_a_compiler_and_with_an_empty_cache_plain_modules_serve_and_what_is_missing_is_said(
@@ -145,6 +148,22 @@ def test_where_only_the_pieces_can_not_be_compiled_full_graphs_still_serve_decod
         assert (execution.optimization_level, execution.graph_mode) == (0, "FULL_DECODE_ONLY")
         assert {size.mode for size in execution.captured} == {GraphMode.FULL}
         assert counters.snapshot()['degradations_total{reason="compile_failed"}'] == 1
+
+
+def test_where_what_was_compiled_can_not_be_loaded_plain_modules_serve_and_the_reason_is_said(
+    model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_code: object) -> object:
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(compile_module, "load_code", fail)
+    counters = Counters()
+    with worker_on(model, share_kernels(tmp_path / "cache"), counters) as engine:
+        assert generate(engine)[0] == expected
+        assert reasons(engine) == ["compile_failed"]
+        assert "too many open files" in engine.description.degradations[0].message
+        assert engine.description.execution.optimization_level == 0
+    assert counters.snapshot()['degradations_total{reason="compile_failed"}'] == 1
 
 
 def test_a_cache_that_was_moved_is_used(

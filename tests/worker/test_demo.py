@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from modelworker.worker.demo_display import Pane, PaneDisplay, PlainDisplay, percentile, step_table
-from modelworker.worker.scheduler_types import FinishReason, RequestFinished, StepExecuted
+from modelworker.worker.scheduler import FinishReason, RequestFinished, StepExecuted
 
 HIDDEN, HEADS, HEAD_DIM, INTERMEDIATE = 32, 4, 8, 48
 
@@ -132,6 +132,8 @@ def executed(step_id: int, num_tokens: int, milliseconds: float) -> StepExecuted
         num_tokens=num_tokens,
         num_sequences=num_tokens,
         num_decodes=num_tokens,
+        num_drafts=0,
+        num_accepted=0,
         mode="NONE",
         padded_tokens=num_tokens,
         round_trip_ms=milliseconds,

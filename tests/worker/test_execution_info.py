@@ -30,6 +30,8 @@ def run(client: Client, query_lens: list[int], context_lens: list[int]) -> tuple
         token_ids=[token % 101 for token in range(sum(query_lens))],
         block_counts=[3] * len(query_lens),
         block_ids=[block for table in tables for block in table],
+        # A decode of several tokens is one of drafts.
+        draft_lens=[query_len - 1 if context_len else 0 for query_len, context_len in zip(query_lens, context_lens, strict=True)],
     )
     answer = client.execute(request)
     return int(answer.mode), answer.padded_tokens, answer.padded_sequences, answer.compiled, answer.fallback_reason

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.worker.batch import GraphMode
+from modelworker_testing.batches import with_drafts
 from modelworker_testing.mode_world import (
     COMPILED,
     DECODE_QUERY_LENS,
@@ -37,6 +38,8 @@ WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {}),
     "llama, FULL graphs of any mix": ({"graph_mode": "FULL"}, {}),
     "llama, pieces of native ops": ({"custom_ops": ("none",)}, {}),
+    "llama, divided by the compiler": ({"graph_partition": "inductor", "custom_ops": ("none",)}, {}),
+    "llama, without graph passes": ({"compiler_passes": ("none",), "custom_ops": ("none",)}, {}),
     "qwen3, norms of the heads, biases, tied": (
         {},
         {"architecture": "Qwen3ForCausalLM", "attention_bias": True, "tie_word_embeddings": True},
@@ -116,20 +119,33 @@ def test_mixed_batches_give_the_tokens_of_transformers_in_every_mode(world: Mode
     assert all(mixed_mode in found for found in modes)
 
 
+def accepted_tokens(world: ModeWorld, row: Row) -> list[int]:
+    """What a row whose tokens but the first are drafts samples; a prompt samples once, after its last token."""
+    first = row.context_len if row.context_len else row.query_len - 1
+    tokens = [int(world.greedy[row.sequence, first])]
+    for position in range(first + 1, row.context_len + row.query_len):
+        if int(world.sequences[row.sequence, position]) != tokens[-1]:
+            break
+        tokens.append(int(world.greedy[row.sequence, position]))
+    return tokens
+
+
 def test_greedy_texts_as_the_dispatcher_runs_them_are_those_of_transformers(world: ModeWorld) -> None:
-    """Teacher forcing over the sequences: whole prompts, then steps of each decode length in turn."""
+    """Teacher forcing over the sequences: whole prompts, then steps of each decode length in turn, whose tokens are drafts."""
     random = np.random.default_rng(3)
     done = {sequence: int(random.integers(1, 6)) for sequence in range(NUM_SEQUENCES)}
     rows = [Row(sequence, 0, length) for sequence, length in done.items()]
     world.engine.reset_kv_cache()
     for query_len in itertools.cycle(DECODE_QUERY_LENS):
-        result = world.engine.step(world.batch(rows))
-        assert result.sampled_ids.tolist() == world.expected_tokens(rows)
+        result = world.engine.step(with_drafts(world.batch(rows)))
+        accepted = [accepted_tokens(world, row) for row in rows]
+        assert result.sampled_counts.tolist() == list(map(len, accepted))
+        assert result.sampled_ids.tolist() == [token for tokens in accepted for token in tokens]
         rows = [Row(sequence, length, query_len) for sequence, length in done.items() if length + query_len <= LENGTH]
         if not rows:
             break
         done |= {row.sequence: row.context_len + query_len for row in rows}
-        chosen = world.engine.runner.choose(world.batch(rows))
+        chosen = world.engine.runner.choose(with_drafts(world.batch(rows)))
         assert chosen.mode is RuntimeMode.FULL
 
 

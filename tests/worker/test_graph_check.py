@@ -1,17 +1,26 @@
 """Graphs are checked before readiness: whatever is wrong with them alone, they are not served, and what serves instead is right."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
+from modelworker.worker import decoder_setup
 from modelworker.worker.batch import GraphMode
 from modelworker.worker.counters import Counters
 from modelworker.worker.graph_check import ModeCheck
-from modelworker.worker.step_buffers import StepBuffers
+from modelworker.worker.kv_cache import KvCache
+from modelworker.worker.models.causal_lm import CausalLM
+from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, ModelSettings
+from modelworker.worker.step_buffers import RunDecoder, StepBuffers
+from modelworker_testing.checkpoints import save_tiny
+from modelworker_testing.code_faults import CODE_FAULTS, plant_in_code_of_graphs
+from modelworker_testing.engines import engine_of, tiny_settings_with
 from modelworker_testing.graph_faults import (
     FULL_FAULTS,
     PIECEWISE_FAULTS,
@@ -84,6 +93,19 @@ def test_a_fault_of_piecewise_graphs_takes_them_out_of_service_and_leaves_full_o
         assert run_as_dispatched(world, DECODES) == (GraphMode.FULL, "", False)
 
 
+@pytest.mark.parametrize(
+    "name", ["a wrong RoPE row", "swapped gate and up", "a zeroed residual", "padding of length 0 that isn't finite"]
+)
+def test_a_fault_in_the_pieces_of_piecewise_graphs_takes_them_out_of_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plant_in_code_of_graphs(monkeypatch, CODE_FAULTS[name])
+    counters = Counters()
+    with mode_world(tmp_path, mode_settings(), counters=counters) as world:
+        assert_not_served(world, counters, RuntimeMode.PIECEWISE)
+        assert run_as_dispatched(world, PROMPTS) == (GraphMode.NONE, "failed_self_check", True)
+
+
 def test_padding_that_is_written_somewhere_takes_every_mode_that_pads_out_of_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,10 +120,11 @@ def test_padding_that_is_written_somewhere_takes_every_mode_that_pads_out_of_ser
     monkeypatch.setattr(StepBuffers, "_pad", without_slots)
     with mode_world(tmp_path, mode_settings()) as world:
         reasons = [degradation.reason for degradation in world.engine.description.degradations]
-        assert reasons == ["graphs_failed_self_check"] * 2
+        # Compiled pieces are checked over a padded step as well.
+        assert reasons == ["graphs_failed_self_check", "graphs_failed_self_check", "compiled_failed_self_check"]
         assert world.engine.runner.captured == ()
-        assert run_as_dispatched(world, DECODES) == (GraphMode.NONE, "failed_self_check", True)
-        assert run_as_dispatched(world, PROMPTS) == (GraphMode.NONE, "failed_self_check", True)
+        assert run_as_dispatched(world, DECODES) == (GraphMode.NONE, "failed_self_check", False)
+        assert run_as_dispatched(world, PROMPTS) == (GraphMode.NONE, "failed_self_check", False)
 
 
 def test_block_tables_whose_second_column_is_that_of_the_step_before_are_noticed(
@@ -117,11 +140,67 @@ def test_block_tables_whose_second_column_is_that_of_the_step_before_are_noticed
         if width > 1:
             self._tables[:rows, 1] = left
 
-    monkeypatch.setattr(StepBuffers, "_stage_tables", without_second_column)
+    check_modes = decoder_setup.check_modes
+
+    def check_with_fault(*args: Any, **kwargs: Any) -> Any:
+        # Later checks would stop the start.
+        with monkeypatch.context() as patch:
+            patch.setattr(StepBuffers, "_stage_tables", without_second_column)
+            return check_modes(*args, **kwargs)
+
+    monkeypatch.setattr(decoder_setup, "check_modes", check_with_fault)
     counters = Counters()
     settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
     with mode_world(tmp_path, settings, counters=counters) as world:
         assert_not_served(world, counters, RuntimeMode.FULL)
+
+
+def test_what_is_written_into_a_block_that_no_row_has_takes_the_graphs_out_of_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the null block, nor the last one."""
+    stray = 5
+
+    def with_stray_write(run: RunDecoder, _model: CausalLM, kv_cache: KvCache) -> RunDecoder:
+        def writing(*inputs: Tensor) -> Sequence[Tensor]:
+            kv_cache.layers[0][1][kv_cache.num_blocks - stray].mul_(0.5)
+            return run(*inputs)
+
+        return writing
+
+    plant_in_full_graphs(monkeypatch, with_stray_write)
+    counters = Counters()
+    settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
+    with mode_world(tmp_path, settings, counters=counters) as world:
+        assert_not_served(world, counters, RuntimeMode.FULL)
+
+
+def test_graphs_of_long_decodes_are_checked_and_those_without_room_are_said_not_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of 17 tokens has five blocks; of two blocks for a row there are none."""
+    check_modes, checks = decoder_setup.check_modes, []
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        checks.append(check_modes(*args, **kwargs))
+        return checks[-1]
+
+    monkeypatch.setattr(decoder_setup, "check_modes", remember)
+    settings = tiny_settings_with(
+        execution=ExecutionSettings(
+            optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(17,), decode_graph_sizes=(17,)
+        )
+    )
+    with engine_of(save_tiny(tmp_path), settings) as engine:
+        assert [(str(check.key), check.passed) for check in checks[0].worst] == [("FULL 17 tokens 1 sequences of 17", True)]
+        assert engine.description.degradations == ()
+    small = dataclasses.replace(settings(tmp_path), kv_cache=KvCacheSettings(block_size=4, num_blocks=6))
+    small = dataclasses.replace(small, model=ModelSettings(model=str(tmp_path), max_model_len=20))
+    with engine_of(tmp_path, lambda _: small) as engine:
+        assert (checks[1].worst, list(map(str, checks[1].unchecked))) == ((), ["FULL 17 tokens 1 sequences of 17"])
+        assert [entry.reason for entry in engine.description.degradations if entry.reason != "memory_tight"] == [
+            "graphs_not_checked"
+        ]
 
 
 def test_a_sound_worker_says_by_how_much_each_mode_differs(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from modelworker.worker.client import Client
 from modelworker.worker.client.session import FencedSession
-from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import Request, RequestPreempted, SchedulerSettings
+from modelworker.worker.scheduler import Request, RequestPreempted, Scheduler, SchedulerSettings
 from modelworker_testing.worker_process import WorkerProcess, worker_process
 
 PROMPTS_FILE = Path(__file__).parents[1] / "data" / "prompts.json"

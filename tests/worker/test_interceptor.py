@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.call import CallContext
+from modelworker.worker.call import CallContext, RequestRoom
+from modelworker.worker.call_log import CallLog
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import InvalidStepError, PreconditionError, PreconditionReason, Violation, WorkerError
-from modelworker.worker.interceptor import INTERNAL_TEXT, StatusInterceptor, code_of, status_of
+from modelworker.worker.interceptor import StatusInterceptor
 from modelworker.worker.settings import FencingSettings, WorkerSettings
+from modelworker.worker.statuses import INTERNAL_TEXT, code_of, status_of
 from modelworker_testing.serving import Gate, Running, SumEngine, async_test, running_server, status_details, step_request
 
 Detail = TypeVar("Detail")
@@ -197,12 +199,10 @@ async def test_steps_behind_a_cancelled_one_are_answered_as_cancelled_and_not_ex
 @pytest.mark.parametrize(
     "call",
     [
-        lambda stub: stub.ReleaseSequences(pb.ReleaseSequencesRequest()),
         lambda stub: stub.ImportKvBlocks(iter([pb.ImportKvBlocksRequest()])),
-        lambda stub: aiter_to_list(stub.ExecuteSteps(iter([step_request()]))),
         lambda stub: aiter_to_list(stub.ExportKvBlocks(pb.ExportKvBlocksRequest())),
     ],
-    ids=["ReleaseSequences", "ImportKvBlocks", "ExecuteSteps", "ExportKvBlocks"],
+    ids=["ImportKvBlocks", "ExportKvBlocks"],
 )
 @async_test
 async def test_an_rpc_that_is_not_built_is_unimplemented_and_says_what_to_do_instead(call: Callable[[object], Awaitable[object]]):
@@ -341,7 +341,7 @@ async def test_a_call_arrives_before_its_request_is_parsed_and_its_handler_gets_
         seen.append((request, context.raw, time.monotonic_ns() - context.arrival_ns, context.time_remaining()))
         return b"answer"
 
-    interceptor = StatusInterceptor(Counters(), check_size=lambda method, raw: None, max_held_bytes=100)
+    interceptor = StatusInterceptor(CallLog(Counters()), check_size=lambda method, raw: None, room=RequestRoom(100))
     server = grpc.aio.server(interceptors=[interceptor])
     handlers = {"Call": grpc.unary_unary_rpc_method_handler(answer, request_deserializer=parse_slowly)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))

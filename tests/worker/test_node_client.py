@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from modelworker.worker.client import Client, FencedSession
-from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import Request
+from modelworker.worker.scheduler import Request, Scheduler
 from modelworker_testing.checkpoints import save_tiny
 from modelworker_testing.node_packages import ROOT, SOURCES, installed_node_modules
 from modelworker_testing.worker_process import worker_process
@@ -84,7 +83,7 @@ def test_a_step_that_node_sends_again_is_answered_without_being_executed_again(r
 def test_node_reads_enums_and_status_texts(result: dict[str, Any]) -> None:
     assert result["graphMode"] == "GRAPH_MODE_FULL"
     assert result["invalid"]["code"] == "INVALID_ARGUMENT"
-    assert result["invalid"]["details"] == "token_ids[0]: row 0, token 0 of the row: found 101, expected 0 .. 100"
+    assert result["invalid"]["details"] == "token_ids[0]: row 0, token 0 of the row: found 101, expected 0 .. 100, or -1 (feedback)"
 
 
 def test_the_locked_packages_are_exact_and_name_no_place_to_fetch_them_from() -> None:

@@ -52,6 +52,8 @@ async def test_the_services_are_listed_and_each_can_be_described(version: str):
         SERVICE,
         f"{SERVICE}.ExecuteStep",
         f"{SERVICE}.GetWorkerInfo",
+        f"{SERVICE}.ExecuteSteps",
+        f"{SERVICE}.ReleaseSequences",
         "modelworker.v1.ExecuteStepRequest",
         "modelworker.v1.ExecuteStepRequest.block_ids",
         "modelworker.v1.ExecuteStepsResponse.result",
@@ -101,3 +103,37 @@ async def test_reflection_that_is_switched_off_is_unimplemented(version: str):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(running, version, list_services="")
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@both_versions
+@async_test
+async def test_a_tool_without_the_proto_file_can_call_a_stream(version: str):
+    async with running_server() as running:
+        answer = await ask(running, version, file_containing_symbol=f"{SERVICE}.ExecuteSteps")
+        pool = DescriptorPool()
+        for file in reversed(answer.file_descriptor_response.file_descriptor_proto):
+            pool.AddSerializedFile(file)
+        # Details of errors are in band, so that a tool has to print them: it asks for their types.
+        details = await ask(running, version, file_containing_symbol="google.rpc.BadRequest")
+        known = set(file_names(answer))
+        for file in reversed(details.file_descriptor_response.file_descriptor_proto):
+            if descriptor_pb2.FileDescriptorProto.FromString(file).name not in known:
+                pool.AddSerializedFile(file)
+        method = pool.FindServiceByName(SERVICE).methods_by_name["ExecuteSteps"]
+        assert (method.client_streaming, method.server_streaming) == (True, True)
+        request_type = message_factory.GetMessageClass(method.input_type)
+        response_type = message_factory.GetMessageClass(method.output_type)
+        call = running.channel.stream_stream(f"/{SERVICE}/ExecuteSteps", request_type.SerializeToString, response_type.FromString)
+        body = {"queryLens": [2], "contextLens": [0], "tokenIds": [4, 5], "blockCounts": [1], "blockIds": [1]}
+        requests = [json_format.ParseDict(body | {"clientTag": str(tag)}, request_type()) for tag in (1, 2)]
+        bad = json_format.ParseDict({"queryLens": [2]}, request_type())
+
+        async def send() -> AsyncIterator[object]:
+            for request in (*requests, bad):
+                yield request
+
+        answers = [json_format.MessageToDict(each, descriptor_pool=pool) async for each in call(send())]
+        assert [each["clientTag"] for each in answers[:2]] == ["1", "2"]
+        assert [each["ok"]["sampledIds"] for each in answers[:2]] == [[9], [9]]
+        assert answers[2]["error"]["code"] == 3
+        assert answers[2]["error"]["details"][0]["fieldViolations"][0]["field"] == "context_lens"

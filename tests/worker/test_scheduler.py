@@ -6,9 +6,11 @@ a stale slot changes every later token. The oracle computes the same chain from 
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import grpc
 import numpy as np
@@ -22,8 +24,9 @@ from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_ModelWorkerServicer_to_server
 from modelworker.worker.client import Client, WorkerCallError
 from modelworker.worker.client.session import FencedSession
-from modelworker.worker.scheduler import BlockAllocator, Scheduler
-from modelworker.worker.scheduler_types import (
+from modelworker.worker.client.stream_session import StreamSession
+from modelworker.worker.scheduler import (
+    BlockPool,
     Event,
     FinishReason,
     KvCacheRecomputed,
@@ -32,16 +35,27 @@ from modelworker.worker.scheduler_types import (
     RequestFinished,
     RequestPreempted,
     Sampling,
+    Scheduler,
     SchedulerSettings,
     StepExecuted,
     TokenSampled,
     WorkerChangedError,
 )
+from modelworker.worker.scheduler.batcher import Batcher
+from modelworker.worker.scheduler.drafts import PromptLookup
+from modelworker.worker.scheduler.sequence import Sequence as SchedulerSequence
 
 VOCAB_SIZE = 50
 EOS = 0
 POISON = 49  # A row that computes this token fails, as one with NaN in its logits does. It is never sampled.
+FEEDBACK = -1
+FAILED = -2
 Chain = int
+
+
+def rows(values: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    flat = iter(values)
+    return [[next(flat) for _ in range(count)] for count in counts]
 
 
 def extend(chain: Chain, token_id: int) -> Chain:
@@ -101,6 +115,9 @@ class Slot:
     chain: Chain = -1
 
 
+TAINTED = Slot(position=-2)
+
+
 @dataclass
 class ChainWorker(ModelWorkerServicer):
     """Executes steps on a dictionary of slots, keeps the last answers for retries, and notes every breach of the protocol.
@@ -124,6 +141,9 @@ class ChainWorker(ModelWorkerServicer):
     answers: dict[int, tuple[bytes, pb.ExecuteStepResponse]] = field(default_factory=dict)
     lease_holder: int = 0
     num_executed: int = 0
+    num_copies: int = 0
+    num_feedback_tokens: int = 0
+    kept: dict[int, tuple[int, int]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -134,6 +154,7 @@ class ChainWorker(ModelWorkerServicer):
         self.epoch += 1
         self.slots = {}
         self.answers = {}
+        self.kept = {}
 
     def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: grpc.ServicerContext) -> pb.WorkerInfo:  # noqa: N802
         del request, context
@@ -142,6 +163,8 @@ class ChainWorker(ModelWorkerServicer):
         info.model.eos_token_ids.append(EOS)
         info.kv_cache.block_size, info.kv_cache.num_blocks = self.block_size, self.num_blocks
         info.limits.max_sequences, info.limits.max_tokens_per_step = self.max_sequences, self.max_tokens_per_step
+        info.limits.max_steps_in_flight = 8
+        info.capabilities.extend(["history", "ExecuteSteps", "sequence_ids", "finished_sequence_ids", "draft_lens", "block_copies"])
         return info
 
     def ResetKvCache(  # noqa: N802
@@ -163,6 +186,20 @@ class ChainWorker(ModelWorkerServicer):
                 context.abort(refusal.code, str(refusal))
         raise AssertionError
 
+    def ExecuteSteps(  # noqa: N802
+        self, request_iterator: Iterator[pb.ExecuteStepRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ExecuteStepsResponse]:
+        for request in request_iterator:
+            response = pb.ExecuteStepsResponse(step_id=request.step_id, client_tag=request.client_tag)
+            with self.lock:
+                try:
+                    response.ok.CopyFrom(self.answer(request))
+                except RefusedError as refusal:
+                    if refusal.code is grpc.StatusCode.UNAVAILABLE:
+                        context.abort(refusal.code, str(refusal))
+                    response.error.ParseFromString(refusal.status.SerializeToString())
+            yield response
+
     def answer(self, request: pb.ExecuteStepRequest) -> pb.ExecuteStepResponse:
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "busy":
@@ -181,8 +218,9 @@ class ChainWorker(ModelWorkerServicer):
             if before != content:
                 self.breaches.append(f"step {request.step_id} came again with other content")
             return response
-        if request.step_id != self.next_step_id:
-            self.breaches.append(f"step {request.step_id} instead of {self.next_step_id}")
+        if request.step_id > self.next_step_id:
+            # In a pipeline: the one before it was refused.
+            raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, "too early", reason="STEP_OUT_OF_ORDER")
         response = self.execute(request, taint=fault == "taint")
         self.answers[request.step_id] = (content, response)
         self.lease_holder = request.router_id
@@ -197,7 +235,11 @@ class ChainWorker(ModelWorkerServicer):
         self.num_executed += 1
         query_lens, context_lens = list(request.query_lens), list(request.context_lens)
         counts, samples = list(request.block_counts), list(request.sample) or [True] * len(query_lens)
-        self.check(request, samples)
+        draft_lens = list(request.draft_lens) or [0] * len(query_lens)
+        self.check(request, samples, draft_lens)
+        for sequence_id in request.finished_sequence_ids:
+            self.kept.pop(sequence_id, None)
+        self.copy_blocks(request.block_copies)
         response = pb.ExecuteStepResponse(worker_epoch=self.epoch, step_id=request.step_id)
         response.graph.padded_tokens = sum(query_lens)
         tokens, blocks = iter(request.token_ids), iter(request.block_ids)
@@ -205,25 +247,65 @@ class ChainWorker(ModelWorkerServicer):
         for row, (query_len, context_len, count) in enumerate(zip(query_lens, context_lens, counts, strict=True)):
             table = [next(blocks) for _ in range(count)]
             new = [next(tokens) for _ in range(query_len)]
-            chain = self.read_context(row, table, context_len)
             written = {table[position // self.block_size] for position in range(context_len, context_len + query_len)}
+            if new[0] == FEEDBACK and (token_id := self.last_token(request, row)) == FAILED:
+                response.sequence_errors.add(index=row, code=pb.FEEDBACK_SOURCE_FAILED, message="no token")
+                response.sampled_counts.append(0)
+                self.kept[request.sequence_ids[row]] = (FAILED, context_len + 1)
+                tainted |= written
+                continue
+            new[0] = token_id if new[0] == FEEDBACK else new[0]
+            chains = [self.read_context(row, table, context_len)]
+            self.check_history(request, row, table, new)
             for position, token_id in enumerate(new, context_len):
-                chain = extend(chain, token_id)
-                self.slots[self.slot(table, position)] = Slot(position, token_id, chain)
-            failed = POISON in new
-            response.sampled_counts.append(int(samples[row] and not failed))
+                chains.append(extend(chains[-1], token_id))
+                self.slots[self.slot(table, position)] = Slot(position, token_id, chains[-1])
+            failed = POISON in new or self.reads_tainted(table, context_len)
             if failed:
+                if request.sequence_ids:
+                    self.kept[request.sequence_ids[row]] = (FAILED, context_len + query_len)
                 response.sequence_errors.add(index=row, code=pb.NON_FINITE_LOGITS, message="not finite")
                 tainted |= written
-            elif samples[row]:
-                response.sampled_ids.append(self.draw(request, row, chain, context_len + query_len))
+            sampled = self.verify(request, row, chains, new, draft_lens[row]) if samples[row] and not failed else []
+            response.sampled_counts.append(len(sampled))
+            response.sampled_ids.extend(sampled)
+            if sampled and request.sequence_ids:
+                end = context_len + query_len - (1 + draft_lens[row] - len(sampled))
+                self.kept[request.sequence_ids[row]] = (sampled[-1], end)
             if taint and row == 0:
                 tainted |= written
         for block_id in tainted:
             for offset in range(self.block_size):
-                self.slots.pop(block_id * self.block_size + offset, None)
+                self.slots[block_id * self.block_size + offset] = TAINTED
         response.tainted_block_ids.extend(sorted(tainted))
         return response
+
+    def verify(self, request: pb.ExecuteStepRequest, row: int, chains: list[Chain], new: list[int], num_drafts: int) -> list[int]:
+        """Samples after the last token that is no draft, and goes on while the next draft is what was sampled."""
+        sampled = []
+        first = len(new) - num_drafts
+        for index in range(first, len(new) + 1):
+            sampled.append(self.draw(request, row, chains[index], request.context_lens[row] + index))
+            if index == len(new) or new[index] != sampled[-1]:
+                break
+        return sampled
+
+    def last_token(self, request: pb.ExecuteStepRequest, row: int) -> int:
+        self.num_feedback_tokens += 1
+        token_id, position = self.kept.get(request.sequence_ids[row], (1, -1))
+        if position != request.context_lens[row]:
+            self.breaches.append(f"row {row} wants the token at {request.context_lens[row]}, the last one is at {position}")
+        return token_id
+
+    def copy_blocks(self, copies: pb.BlockCopies) -> None:
+        contents = [
+            [self.slots.get(source * self.block_size + offset, Slot()) for offset in range(self.block_size)]
+            for source in copies.source_ids
+        ]
+        for destination, content in zip(copies.destination_ids, contents, strict=True):
+            for offset, slot in enumerate(content):
+                self.slots[destination * self.block_size + offset] = slot
+        self.num_copies += len(contents)
 
     def draw(self, request: pb.ExecuteStepRequest, row: int, chain: Chain, position: int) -> int:
         sampling = request.sampling
@@ -233,16 +315,21 @@ class ChainWorker(ModelWorkerServicer):
     def slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
+    def reads_tainted(self, table: list[int], context_len: int) -> bool:
+        return any(self.slots.get(self.slot(table, position)) is TAINTED for position in range(context_len))
+
     def read_context(self, row: int, table: list[int], context_len: int) -> Chain:
         chain = 1
         for position in range(context_len):
             slot = self.slots.get(self.slot(table, position), Slot())
             chain = extend(chain, slot.token_id)
+            if slot is TAINTED:
+                return chain  # The row fails.
             if slot.position != position or slot.chain != chain:
                 self.breaches.append(f"row {row} reads position {position} from a slot that holds position {slot.position}")
         return chain
 
-    def check(self, request: pb.ExecuteStepRequest, samples: list[bool]) -> None:
+    def check(self, request: pb.ExecuteStepRequest, samples: list[bool], draft_lens: list[int]) -> None:
         query_lens, context_lens, counts = list(request.query_lens), list(request.context_lens), list(request.block_counts)
         num_rows = len(query_lens)
         used = np.array(request.block_ids)
@@ -255,7 +342,12 @@ class ChainWorker(ModelWorkerServicer):
             "max_sequences": num_rows <= self.max_sequences,
             "max_tokens_per_step": sum(query_lens) <= self.max_tokens_per_step,
             "a block id out of range": used.min() >= 1 and used.max() < self.num_blocks,
-            "a block with two owners": len(set(used.tolist())) == len(used),
+            "a block that is written and read by another row": self.owners_are_clear(request),
+            "drafts": all(not d or (samples[r] and query_lens[r] == 1 + d) for r, d in enumerate(draft_lens)),
+            "feedback": all(
+                new[0] != FEEDBACK or query_lens[r] == 1 + draft_lens[r]
+                for r, new in enumerate(rows(request.token_ids, query_lens))
+            ),
             "a router id": request.router_id != 0,
             "max_model_len": all(q + c <= self.max_model_len for q, c in zip(query_lens, context_lens, strict=True)),
             "a table that is too short": all(
@@ -263,6 +355,30 @@ class ChainWorker(ModelWorkerServicer):
             ),
         }
         self.breaches.extend(rule for rule, is_kept in rules.items() if not is_kept)
+
+    def check_history(self, request: pb.ExecuteStepRequest, row: int, table: list[int], new: list[int]) -> None:
+        """Penalties need the sequence's tokens: what is sent has to be right, and what is missing known to the worker."""
+        if not request.HasField("sampling") or request.sampling.presence[row] == 0 or not (request.sample or [True] * 99)[row]:
+            return
+        history = request.history
+        lengths = [prompt + output for prompt, output in zip(history.prompt_lens, history.output_lens, strict=True)]
+        sent = rows(history.token_ids, lengths)[row]
+        context_len = request.context_lens[row]
+        tokens = [self.slots.get(self.slot(table, position), Slot()).token_id for position in range(context_len)] + new
+        if sent != tokens[: len(sent)]:
+            self.breaches.append(f"row {row}: the history is {sent}, the tokens are {tokens}")
+        if len(sent) < context_len and (not request.sequence_ids or context_len - len(sent) > 8):
+            self.breaches.append(f"row {row}: the history ends at {len(sent)}, the context at {context_len}")
+
+    def owners_are_clear(self, request: pb.ExecuteStepRequest) -> bool:
+        tables = rows(request.block_ids, request.block_counts)
+        holders = Counter(block_id for table in tables for block_id in table)
+        written = [
+            table[position // self.block_size]
+            for table, context_len, query_len in zip(tables, request.context_lens, request.query_lens, strict=True)
+            for position in range(context_len, context_len + query_len)
+        ]
+        return all(holders[block_id] == 1 for block_id in written)
 
 
 @pytest.fixture(scope="module")
@@ -277,10 +393,13 @@ def served() -> Iterator[tuple[list[ChainWorker], Client]]:
         def ExecuteStep(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
             return current[0].ExecuteStep(request, context)
 
+        def ExecuteSteps(self, request_iterator, context):  # type: ignore[no-untyped-def]  # noqa: N802
+            return current[0].ExecuteSteps(request_iterator, context)
+
         def ResetKvCache(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
             return current[0].ResetKvCache(request, context)
 
-    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+    server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)])
     add_ModelWorkerServicer_to_server(Front(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -292,12 +411,35 @@ def served() -> Iterator[tuple[list[ChainWorker], Client]]:
 Served = tuple[list[ChainWorker], Client]
 
 
+@contextmanager
+def session_of(client: Client, depth: int) -> Iterator[FencedSession]:
+    """Steps that are sent one by one, or over a stream that takes several."""
+    if depth == 0:
+        yield FencedSession(client)
+        return
+    session = StreamSession(client, max_unanswered=depth)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
 def run(
-    served: Served, worker: ChainWorker, scheduling: SchedulerSettings, arrivals: Sequence[tuple[int, Request]]
+    served: Served,
+    worker: ChainWorker,
+    scheduling: SchedulerSettings,
+    arrivals: Sequence[tuple[int, Request]],
+    depth: int = 0,
 ) -> tuple[dict[int, RequestFinished], list[Event]]:
     """Drives requests that arrive before the given steps; checks what must hold at every step."""
     served[0][0] = worker
-    scheduler = Scheduler(FencedSession(served[1]), scheduling)
+    with session_of(served[1], depth) as session:
+        return drive(worker, Scheduler(session, scheduling), arrivals)
+
+
+def drive(
+    worker: ChainWorker, scheduler: Scheduler, arrivals: Sequence[tuple[int, Request]]
+) -> tuple[dict[int, RequestFinished], list[Event]]:
     queue = sorted(enumerate(arrivals), key=lambda each: each[1][0])
     ids: dict[int, int] = {}
     events: list[Event] = []
@@ -329,15 +471,16 @@ def run(
 
 tokens = st.integers(1, POISON - 1)
 requests = st.builds(
-    lambda prompt_ids, max_tokens, seed, ignore_eos: Request(
+    lambda prompt_ids, max_tokens, seed, presence, ignore_eos: Request(
         prompt_ids=tuple(prompt_ids),
         max_tokens=max_tokens,
-        sampling=Sampling() if seed is None else Sampling(temperature=0.7, seed=seed),
+        sampling=Sampling(presence=presence) if seed is None else Sampling(temperature=0.7, seed=seed, presence=presence),
         stop_token_ids=frozenset() if ignore_eos else None,
     ),
     st.lists(st.one_of(tokens, tokens, tokens, tokens, st.integers(1, POISON)), min_size=1, max_size=40),
     st.integers(1, 30),
     st.none() | st.integers(0, 2**64 - 1),
+    st.sampled_from([0.0, 0.0, 1.5]),
     st.booleans(),
 )
 schedulings = st.builds(
@@ -347,7 +490,9 @@ schedulings = st.builds(
     max_tokens_per_step=st.none() | st.integers(1, 32),
     max_blocks=st.none() | st.integers(18, 40),
     block_order=st.sampled_from(["ascending", "reversed", "interleaved"]),
+    num_drafts=st.sampled_from([0, 0, 1, 4]),
 )
+depths = st.sampled_from([0, 1, 2, 4])
 faults = st.lists(
     st.sampled_from(["", "", "", "", "busy", "lost answer", "not executed", "lost KV", "fault", "taint"]), max_size=40
 )
@@ -361,22 +506,22 @@ def assert_as_expected(worker: ChainWorker, finished: dict[int, RequestFinished]
 
 
 @examples
-@given(st.lists(st.tuples(st.integers(0, 30), requests), min_size=1, max_size=12), schedulings)
+@given(st.lists(st.tuples(st.integers(0, 30), requests), min_size=1, max_size=12), schedulings, depths)
 def test_outputs_depend_on_the_request_alone_and_never_on_how_it_is_scheduled(
-    served: Served, arrivals: list[tuple[int, Request]], scheduling: SchedulerSettings
+    served: Served, arrivals: list[tuple[int, Request]], scheduling: SchedulerSettings, depth: int
 ) -> None:
     worker = ChainWorker()
-    finished, _ = run(served, worker, scheduling, arrivals)
+    finished, _ = run(served, worker, scheduling, arrivals, depth)
     assert_as_expected(worker, finished, arrivals)
 
 
 @examples
-@given(st.lists(st.tuples(st.integers(0, 20), requests), min_size=1, max_size=8), schedulings, faults)
+@given(st.lists(st.tuples(st.integers(0, 20), requests), min_size=1, max_size=8), schedulings, faults, depths)
 def test_outputs_survive_lost_answers_lost_caches_busy_workers_and_tainted_blocks(
-    served: Served, arrivals: list[tuple[int, Request]], scheduling: SchedulerSettings, faults: list[str]
+    served: Served, arrivals: list[tuple[int, Request]], scheduling: SchedulerSettings, faults: list[str], depth: int
 ) -> None:
     worker = ChainWorker(faults=list(faults))
-    finished, _ = run(served, worker, scheduling, arrivals)
+    finished, _ = run(served, worker, scheduling, arrivals, depth)
     for position, (_, request) in enumerate(arrivals):
         output, reason = expected_output(request, worker.max_model_len)
         got = finished[position]
@@ -571,7 +716,7 @@ def test_a_request_that_can_never_have_enough_blocks_is_refused(served: Served) 
 
 @pytest.mark.parametrize("order", ["ascending", "reversed", "interleaved"])
 def test_every_block_but_the_null_block_is_handed_out_once(order: str) -> None:
-    allocator = BlockAllocator(10, order)  # type: ignore[arg-type]
+    allocator = BlockPool(10, order)  # type: ignore[arg-type]
     assert sorted(allocator.take(9)) == list(range(1, 10))
     assert allocator.num_free == 0
     allocator.give_back([3, 7])
@@ -584,3 +729,102 @@ def test_settings_beyond_the_workers_limits_do_not_exceed_them(served: Served) -
     generous = SchedulerSettings(prefill_chunk=99, max_sequences=99, max_tokens_per_step=99, max_blocks=99)
     finished, _ = run(served, worker, generous, arrivals)
     assert_as_expected(worker, finished, arrivals)
+
+
+@examples
+@given(st.lists(st.tuples(st.integers(0, 20), requests, st.integers(2, 5)), min_size=1, max_size=5), schedulings, faults, depths)
+def test_continuations_of_one_prompt_get_what_each_alone_would_get(
+    served: Served, arrivals: list[tuple[int, Request, int]], scheduling: SchedulerSettings, faults: list[str], depth: int
+) -> None:
+    worker = ChainWorker(faults=[fault for fault in faults if fault not in ("lost KV", "fault", "taint")])
+    served[0][0] = worker
+    wanted: dict[int, Request] = {}
+    finished: dict[int, RequestFinished] = {}
+    with session_of(served[1], depth) as session:
+        scheduler = Scheduler(session, scheduling)
+        for step, request, count in sorted(arrivals, key=lambda each: each[0]):
+            for _ in range(step):
+                finished |= {each.request_id: each for each in scheduler.step() if isinstance(each, RequestFinished)}
+            for index, request_id in enumerate(scheduler.add_continuations(request, count)):
+                wanted[request_id] = request.with_seed_offset(index)
+        finished |= scheduler.run_until_idle()
+    for request_id, request in wanted.items():
+        assert (finished[request_id].output_ids, finished[request_id].reason) == expected_output(request, worker.max_model_len)
+    assert worker.breaches == []
+    assert scheduler.num_free_blocks == scheduler.num_usable_blocks
+
+
+def test_continuations_compute_their_prompt_once_and_copy_the_block_that_they_go_on_writing(served: Served) -> None:
+    worker = ChainWorker()
+    served[0][0] = worker
+    scheduler = Scheduler(FencedSession(served[1]))
+    request = Request(
+        prompt_ids=prompt(19), max_tokens=5, sampling=Sampling(temperature=1.0, seed=2**64 - 2), stop_token_ids=frozenset()
+    )
+    ids = scheduler.add_continuations(request, 4)
+    events: list[Event] = []
+    finished = scheduler.run_until_idle(events.append)
+    assert len({finished[request_id].output_ids for request_id in ids}) == 4
+    steps = [event.num_tokens for event in events if isinstance(event, StepExecuted)]
+    assert steps == [19, 4, 4, 4, 4, 3]
+    assert worker.num_copies == 3
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_pipeline_sends_steps_before_their_tokens_are_known_and_drops_those_that_come_after_a_stop(
+    served: Served, depth: int
+) -> None:
+    worker = ChainWorker()
+    stopping = Request(prompt_ids=prompt(6), max_tokens=20, stop_token_ids=frozenset())
+    output, _ = expected_output(stopping, worker.max_model_len)
+    stopping = replace(stopping, stop_token_ids=frozenset({output[5]}))
+    number = output.index(output[5]) + 1
+    finished, _ = run(served, worker, SchedulerSettings(), [(0, stopping)], depth)
+    assert_as_expected(worker, finished, [(0, stopping)])
+    # Until the stop is seen, as many steps more as are in flight.
+    assert worker.num_executed == number + depth - 1
+    assert worker.num_feedback_tokens == (worker.num_executed - 1 if depth > 1 else 0)
+
+
+def test_a_block_is_free_only_after_the_last_step_that_could_write_it_was_answered(served: Served) -> None:
+    served[0][0] = ChainWorker()
+    with session_of(served[1], 2) as session:
+        batcher = Batcher(SchedulerSettings(), session.info)
+    sequence = SchedulerSequence(0, endless(5, 9), list(prompt(5)))
+    batcher.waiting.append(sequence)
+    batches = [batcher.choose(may_preempt=True)]
+    batcher.send(batches[0])
+    batches.append(batcher.choose(may_preempt=False))
+    batcher.send(batches[1])
+    assert [row.token_ids for batch in batches for row in batch.rows] == [list(prompt(5)), [FEEDBACK]]
+    batcher.leave(sequence)
+    for batch in batches:
+        assert batcher.blocks.num_free == batcher.blocks.num_usable - 2
+        assert batcher.left == []
+        batch.rows[0].settle(1)
+        batcher.vacate(batch.rows[0].residence)
+    assert batcher.blocks.num_free == batcher.blocks.num_usable
+    assert batcher.left == [1]
+
+
+def test_drafts_repeat_what_came_after_the_same_tokens_before() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 5, 1, 2, 3])
+    assert lookup.propose(4) == [4, 5, 1, 2]
+    lookup.extend([9])
+    assert lookup.propose(4) == []
+    lookup.extend([7, 9, 7, 9])
+    assert lookup.propose(5) == [7, 9, 7, 9, 7]
+
+
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 6))
+def test_a_draft_continues_the_last_occurrence_of_the_longest_run_that_came_before(text: list[int], limit: int) -> None:
+    expected: list[int] = []
+    for length in (4, 3, 2):
+        ends = [end for end in range(length, len(text)) if text[end - length : end] == text[len(text) - length :]]
+        if ends and length <= len(text):
+            grown = list(text)
+            for index in range(limit):
+                grown.append(grown[ends[-1] + index])
+            expected = grown[len(text) :]
+            break
+    assert PromptLookup(text).propose(limit) == expected

@@ -11,6 +11,7 @@ import torch
 from modelworker.ops.attention import PagedAttention
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.errors import SetupError
+from modelworker.worker.step_buffers import NULL_BLOCK, StepBuffers
 from modelworker_testing.checkpoints import TINY, llama_tensors, save_checkpoint, save_tiny
 from modelworker_testing.engines import engine_of
 
@@ -70,6 +71,35 @@ def test_new_keys_in_the_wrong_slot_stop_the_start(tmp_path: Path, monkeypatch: 
         return np.maximum(slots(batch, block_size) - 1, 0)
 
     monkeypatch.setattr(StepBatch, "slots", one_too_low)
+    with pytest.raises(SetupError, match="self-check"), engine_of(save_tiny(tmp_path)):
+        pass
+
+
+def test_attention_over_a_slot_that_no_token_was_written_to_stops_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a block that the row has; both runs would read the same zeros of a fresh cache."""
+    stage = StepBuffers.stage
+
+    def one_more(self: Any, batch: StepBatch, block_size: int, **sizes: int) -> None:
+        stage(self, batch, block_size, **sizes)
+        lengths = self._lens[: batch.num_sequences]
+        lengths += lengths % block_size != 0
+
+    monkeypatch.setattr(StepBuffers, "stage", one_more)
+    with pytest.raises(SetupError, match="self-check"), engine_of(save_tiny(tmp_path)):
+        pass
+
+
+def test_a_read_of_the_null_block_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables end in it, so that the last tokens of a sequence are taken from there, in both runs."""
+    stage_tables = StepBuffers._stage_tables
+
+    def without_last(self: Any, tables: Any, num_sequences: int) -> None:
+        stage_tables(self, tables, num_sequences)
+        self._tables[: len(tables), 10:] = NULL_BLOCK
+
+    monkeypatch.setattr(StepBuffers, "_stage_tables", without_last)
     with pytest.raises(SetupError, match="self-check"), engine_of(save_tiny(tmp_path)):
         pass
 

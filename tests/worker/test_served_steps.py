@@ -12,15 +12,12 @@ import torch
 from modelworker.worker.batch import SequenceErrorCode
 from modelworker.worker.client import (
     Client,
-    FencedSession,
     InvalidRequestError,
     KvCacheLostError,
     StepAnswer,
     StepSampling,
     build_step,
 )
-from modelworker.worker.scheduler import Scheduler
-from modelworker.worker.scheduler_types import Request, RequestError, Sampling
 from modelworker_testing.checkpoints import save_table_model
 from modelworker_testing.worker_process import WorkerProcess, worker_process
 
@@ -185,16 +182,6 @@ def test_a_restart_is_a_new_epoch_in_which_the_old_ones_steps_are_refused(model:
         assert error.value.metadata["worker_epoch"] == str(epoch)
         assert decode_step(client, [1], worker_epoch=epoch, router_id=5, step_id=1).step_id == 1
         assert client.info().next_step_id == 2
-
-
-def test_a_request_for_what_the_worker_does_not_implement_is_refused_before_it_can_spoil_a_step(client: Client) -> None:
-    session = FencedSession(client)
-    scheduler = Scheduler(session)
-    plain = scheduler.add(Request(prompt_ids=(1, 2), max_tokens=3, stop_token_ids=frozenset()))
-    with pytest.raises(RequestError, match="num_logprobs"):
-        scheduler.add(Request(prompt_ids=(1,), max_tokens=3, sampling=Sampling(num_logprobs=5)))
-    assert len(scheduler.run_until_idle()[plain].output_ids) == 3
-    session.release()
 
 
 def test_all_steps_run_on_one_thread_and_memory_stays_flat(client: Client, worker: WorkerProcess) -> None:

@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, event, given, settings
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.client import Client
+from modelworker.worker.client import FEEDBACK_TOKEN, Client
 from modelworker.worker.engine import Engine
-from modelworker.worker.errors import InvalidStepError
+from modelworker.worker.errors import InvalidStepError, PreconditionError
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.wire import encode_result, parse_step
 from modelworker_testing.checkpoints import save_tiny
@@ -33,6 +33,7 @@ from modelworker_testing.steps import (
     tables_of,
     token_places,
     valid_requests,
+    zero_blocks,
 )
 from modelworker_testing.worker_process import worker_process
 
@@ -94,8 +95,9 @@ def changed_slots(engine: Engine, filler: float) -> set[int]:
 def rows_that_read_nan(request: pb.ExecuteStepRequest) -> set[int]:
     """The rows whose context has a slot of a cache full of NaN, or one that such a row writes in this step."""
     writers = {slot: row for row, _, slot in token_places(request)}
+    zeroed = {block * BLOCK_SIZE + offset for block in zero_blocks(request) for offset in range(BLOCK_SIZE)} - writers.keys()
     contexts = [
-        {table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for position in range(context)}
+        {table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for position in range(context)} - zeroed
         for table, context in zip(tables_of(request), request.context_lens, strict=True)
     ]
     poisoned: set[int] = set()
@@ -108,42 +110,92 @@ def rows_that_read_nan(request: pb.ExecuteStepRequest) -> set[int]:
         poisoned |= more
 
 
-def answer_is_in_order(request: pb.ExecuteStepRequest, answer: pb.ExecuteStepResponse, failed: set[int]) -> None:
-    num_sequences = len(request.query_lens)
-    samples = list(request.sample) or [True] * num_sequences
-    assert list(answer.sampled_counts) == [int(samples[row] and row not in failed) for row in range(num_sequences)]
+def rows_without_tokens(request: pb.ExecuteStepRequest) -> set[int]:
+    """The rows whose first sampled position has no token left."""
+    masks = request.grammar.bitmasks
+    width = 4 * -(-VOCAB_SIZE // 32)
+    rows = list(request.grammar.rows)
+    found = set()
+    for row in range(len(request.query_lens)):
+        tokens = set(lists_of(request.allowed_ids, row) or range(VOCAB_SIZE)) - set(lists_of(request.banned_ids, row))
+        if row in rows:
+            bits = masks[rows.index(row) * width :][:width]
+            tokens &= {token for token in range(VOCAB_SIZE) if bits[token // 8] >> token % 8 & 1}
+        if not tokens:
+            found.add(row)
+    return found
+
+
+def lists_of(lists: pb.TokenIdLists, row: int) -> list[int]:
+    start = sum(lists.counts[:row])
+    return list(lists.token_ids[start : start + lists.counts[row]]) if lists.counts else []
+
+
+def answer_is_in_order(request: pb.ExecuteStepRequest, answer: pb.ExecuteStepResponse, poisoned: set[int]) -> None:
+    rows = range(len(request.query_lens))
+    samples = list(request.sample) or [True] * len(rows)
+    drafts = list(request.draft_lens) or [0] * len(rows)
+    without_tokens = {row for row in rows_without_tokens(request) if samples[row]} - poisoned
+    failed = poisoned | without_tokens
+    for row in rows:
+        if not samples[row] or row in failed:
+            assert answer.sampled_counts[row] == 0
+        else:
+            assert 1 <= answer.sampled_counts[row] <= 1 + drafts[row]
     assert len(answer.sampled_ids) == sum(answer.sampled_counts)
     assert all(0 <= token < VOCAB_SIZE for token in answer.sampled_ids)
     assert [error.index for error in answer.sequence_errors] == sorted(failed)
     for error in answer.sequence_errors:
         expected = pb.NON_FINITE_LOGITS if samples[error.index] else pb.NON_FINITE_HIDDEN_STATE
-        assert error.code == expected
+        assert error.code == (pb.NO_ALLOWED_TOKEN if error.index in without_tokens else expected)
     tables = tables_of(request)
     tainted = set()
-    for row in failed:
+    for row in poisoned:
         tainted.update(tables[row][: -(-(request.context_lens[row] + request.query_lens[row]) // BLOCK_SIZE)])
     assert list(answer.tainted_block_ids) == sorted(tainted)
     assert (answer.worker_epoch, answer.step_id, answer.client_tag) == (EPOCH, request.step_id, request.client_tag)
     logprobs_are_in_order(request, answer)
+    prompt_logprobs_are_in_order(request, answer, failed)
 
 
 def logprobs_are_in_order(request: pb.ExecuteStepRequest, answer: pb.ExecuteStepResponse) -> None:
-    wanted = [value == 0 for value in request.sampling.num_logprobs] or [False] * len(request.query_lens)
-    sampled_rows = [row for row, count in enumerate(answer.sampled_counts) if count]
+    wanted = list(request.sampling.num_logprobs) or [-1] * len(request.query_lens)
+    row_of_token = [row for row, count in enumerate(answer.sampled_counts) for _ in range(count)]
     if not answer.HasField("logprobs"):
-        assert not any(wanted[row] for row in sampled_rows)
+        assert max(wanted, default=-1) == -1
         return
-    assert list(answer.logprobs.counts) == [int(wanted[row]) for row in sampled_rows]
-    listed = [token for token, count in zip(answer.sampled_ids, answer.logprobs.counts, strict=True) if count]
-    assert list(answer.logprobs.token_ids) == listed
-    assert len(answer.logprobs.values) == len(answer.logprobs.ranks) == len(listed)
-    assert all(value <= 0 for value in answer.logprobs.values)
-    assert all(1 <= rank <= VOCAB_SIZE for rank in answer.logprobs.ranks)
+    logprobs = answer.logprobs
+    assert len(logprobs.counts) == len(row_of_token)
+    start = 0
+    for row, token, count in zip(row_of_token, answer.sampled_ids, logprobs.counts, strict=True):
+        assert count == 0 if wanted[row] < 0 else 1 <= count <= 1 + wanted[row]
+        if count:
+            assert logprobs.token_ids[start] == token
+            assert list(logprobs.ranks[start + 1 : start + count]) == list(range(1, count))
+        start += count
+    assert len(logprobs.token_ids) == len(logprobs.values) == len(logprobs.ranks) == start
+    assert all(-math.inf < value <= 0 for value in logprobs.values)
+    assert all(1 <= rank <= VOCAB_SIZE for rank in logprobs.ranks)
+
+
+def prompt_logprobs_are_in_order(request: pb.ExecuteStepRequest, answer: pb.ExecuteStepResponse, failed: set[int]) -> None:
+    assert answer.HasField("prompt_logprobs") == any(request.prompt_logprobs)
+    if any(request.prompt_logprobs):
+        next_ids = list(request.next_prompt_ids) or [-1] * len(request.query_lens)
+        tokens, start = [], 0
+        for row, query_len in enumerate(request.query_lens):
+            own = [*request.token_ids[start + 1 : start + query_len], *([next_ids[row]] if next_ids[row] >= 0 else [])]
+            tokens.append(own if request.prompt_logprobs[row] and row not in failed else [])
+            start += query_len
+        assert list(answer.prompt_logprobs.counts) == list(map(len, tokens))
+        assert list(answer.prompt_logprobs.token_ids) == [token for row in tokens for token in row]
+        assert all(-math.inf < value <= 0 for value in answer.prompt_logprobs.values)
 
 
 def step_touches_only_what_it_names(engine: Engine, request: pb.ExecuteStepRequest, raw: bytes) -> None:
-    """The property: refused and untouched, or executed with exactly its own slots written."""
+    """The property: refused and untouched, or executed with exactly its own slots written and its blocks maintained."""
     for filler in (CANARY, math.nan):
+        engine.reset_kv_cache()
         fill(engine, filler)
         if not is_valid(request, engine.description):
             event("refused")
@@ -151,13 +203,20 @@ def step_touches_only_what_it_names(engine: Engine, request: pb.ExecuteStepReque
                 parse_step(request, engine.description, arrival_ns=0, deadline_ns=None, raw=raw)
             assert changed_slots(engine, filler) == set()
             return
-        event("executed")
         batch = parse_step(request, engine.description, arrival_ns=0, deadline_ns=None, raw=raw)
+        if FEEDBACK_TOKEN in request.token_ids:
+            event("nothing to feed back")
+            with pytest.raises(PreconditionError, match="no token is kept"):
+                engine.step(batch)
+            assert changed_slots(engine, filler) == set()
+            return
+        event("executed")
         answer = encode_result(batch, engine.step(batch), EPOCH)
         written = {slot for _, _, slot in token_places(request)}
+        zeroed = {block * BLOCK_SIZE + offset for block in zero_blocks(request) for offset in range(BLOCK_SIZE)}
         changed = changed_slots(engine, filler)
         failed = rows_that_read_nan(request) if math.isnan(filler) else set()
-        assert changed <= written
+        assert zeroed - written <= changed <= written | zeroed
         # The rows that NaN does not reach write numbers.
         assert changed >= {slot for row, _, slot in token_places(request) if row not in failed}
         answer_is_in_order(request, pb.ExecuteStepResponse.FromString(answer.SerializeToString()), failed)

@@ -5,6 +5,7 @@ import struct
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from modelworker.proto import model_worker_pb2 as pb
@@ -129,13 +130,9 @@ def test_as_many_tokens_as_allowed_are_accepted_and_one_more_is_refused() -> Non
 def test_a_token_outside_the_vocabulary_is_refused_naming_row_and_place(token: int) -> None:
     request = step_request((0, 3, [1]), (0, 4, [2]))
     request.token_ids[5] = token
-    assert violations_of(request) == {"token_ids[5]": f"row 1, token 2 of the row: found {token}, expected 0 .. 100"}
-
-
-def test_a_fed_back_token_is_refused_by_the_name_of_its_capability() -> None:
-    request = decode_of(2)
-    request.token_ids[1] = -1
-    assert "token_feedback" in violations_of(request)["token_ids[1]"]
+    assert violations_of(request) == {
+        "token_ids[5]": f"row 1, token 2 of the row: found {token}, expected 0 .. 100, or -1 (feedback)"
+    }
 
 
 def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted() -> None:
@@ -237,12 +234,14 @@ def test_a_block_that_a_row_names_twice_but_only_reads_is_accepted() -> None:
         *(("top_k", value) for value in (-1, -(2**31))),
         *(("top_p", value) for value in (0.0, -0.5, 1.0000001, math.nan, math.inf)),
         *(("min_p", value) for value in (-0.1, 1.0, 1.5, math.nan, math.inf, -math.inf)),
-        *(("num_logprobs", value) for value in (-2, 1, 20, 21, 2**31 - 1, -(2**31))),
+        *(("num_logprobs", value) for value in (-2, 21, 2**31 - 1, -(2**31))),
+        *((name, value) for name in ("presence", "frequency") for value in (-2.0000002, 2.5, math.nan, math.inf, -math.inf)),
+        *(("repetition", value) for value in (0.0, -1.0, math.nan, math.inf)),
         *(("logprobs_mode", value) for value in (2, -1, 2**31 - 1)),
     ],
 )
 def test_a_sampling_value_out_of_range_is_refused_naming_the_row(name: str, value: float) -> None:
-    good = {"top_p": 1.0, "num_logprobs": -1}.get(name, 0)
+    good = {"top_p": 1.0, "num_logprobs": -1, "repetition": 1.0}.get(name, 0)
     violations = violations_of(decode_of(3, sampling=pb.SamplingParams(**{name: [good, good, value]})))
     assert list(violations) == [f"sampling.{name}[2]"]
     assert violations[f"sampling.{name}[2]"].startswith("row 2: found ")
@@ -264,12 +263,16 @@ def test_a_signalling_nan_is_refused_like_any_other() -> None:
         ("min_p", [0.0, -0.0, 1e-45, 0.9999999]),
         ("seed", [0, 1, 2**63, 2**64 - 1]),
         ("has_seed", [True, False, True, False]),
-        ("num_logprobs", [-1, 0, -1, 0]),
+        ("num_logprobs", [-1, 0, 1, 20]),
+        ("presence", [-2.0, -0.0, 0.0, 2.0]),
+        ("frequency", [-2.0, -0.0, 0.0, 2.0]),
+        ("repetition", [1e-45, 0.5, 1.0, 3e38]),
         ("logprobs_mode", [0, 1, 0, 1]),
     ],
 )
 def test_the_bounds_of_every_sampling_parameter_are_accepted(name: str, values: list[float]) -> None:
-    assert parse(decode_of(4, sampling=pb.SamplingParams(**{name: values}))).num_sequences == 4
+    history = pb.TokenHistory(prompt_lens=[3] * 4, output_lens=[0] * 4, token_ids=[1] * 12)
+    assert parse(decode_of(4, sampling=pb.SamplingParams(**{name: values}), history=history)).num_sequences == 4
 
 
 def test_arrays_that_are_left_out_are_neutral() -> None:
@@ -284,6 +287,8 @@ def test_arrays_that_are_left_out_are_neutral() -> None:
     assert sampling.has_seed.tolist() == [False, False]
     assert sampling.num_logprobs.tolist() == [-1, -1]
     assert sampling.processed_logprobs.tolist() == [False, False]
+    assert sampling.presence.tolist() == sampling.frequency.tolist() == [0, 0]
+    assert sampling.repetition.tolist() == [1, 1]
     assert batch.sample.tolist() == [True, True]
 
 
@@ -295,10 +300,20 @@ def test_all_sampling_parameters_reach_the_batch() -> None:
         min_p=[0.125, 0],
         seed=[2**64 - 1, 5],
         has_seed=[True, False],
-        num_logprobs=[0, -1],
+        presence=[0.5, 0],
+        frequency=[0, -0.5],
+        repetition=[1, 2],
+        num_logprobs=[20, -1],
         logprobs_mode=["LOGPROBS_MODE_PROCESSED", "LOGPROBS_MODE_RAW"],
     )
-    batch = parse(decode_of(2, sampling=given, sample=[True, False]))
+    batch = parse(
+        decode_of(
+            2,
+            sampling=given,
+            sample=[True, False],
+            history=pb.TokenHistory(prompt_lens=[3, 0], output_lens=[1, 0], token_ids=[1] * 4),
+        )
+    )
     sampling = batch.sampling
     assert sampling is not None
     assert batch.sample.tolist() == [True, False]
@@ -308,9 +323,13 @@ def test_all_sampling_parameters_reach_the_batch() -> None:
     assert sampling.min_p.tolist() == [0.125, 0]
     assert sampling.seed.tolist() == [2**64 - 1, 5]
     assert sampling.has_seed.tolist() == [True, False]
-    assert sampling.num_logprobs.tolist() == [0, -1]
+    assert sampling.presence.tolist() == [0.5, 0]
+    assert sampling.frequency.tolist() == [0, -0.5]
+    assert sampling.repetition.tolist() == [1, 2]
+    assert sampling.num_logprobs.tolist() == [20, -1]
     assert sampling.processed_logprobs.tolist() == [True, False]
-    types = {name: str(getattr(sampling, name).dtype) for name in type(sampling).__dataclass_fields__}
+    arrays = {name: getattr(sampling, name) for name in type(sampling).__dataclass_fields__}
+    types = {name: str(array.dtype) for name, array in arrays.items() if isinstance(array, np.ndarray)}
     assert types == {
         "temperature": "float32",
         "top_k": "int32",
@@ -318,6 +337,9 @@ def test_all_sampling_parameters_reach_the_batch() -> None:
         "min_p": "float32",
         "seed": "uint64",
         "has_seed": "bool",
+        "presence": "float32",
+        "frequency": "float32",
+        "repetition": "float32",
         "num_logprobs": "int32",
         "processed_logprobs": "bool",
     }
@@ -481,15 +503,20 @@ def test_every_violation_of_a_step_is_named() -> None:
     request = step_request((0, 0, [1]), (29, 2, [2, 3, 4, 5, 6, 7, 8, 9]), (0, 20, [10, 11]), (0, 1, [0]))
     request.token_ids[:] = [*[1] * 22, 101]
     request.sampling.top_p.extend([1, 1, 0, 1])
-    request.history.SetInParent()
+    request.lora_index.append(1)
+    request.draft_lens.extend([0, 2, 0, 0])
+    request.banned_ids.counts.extend([0, 0, 0, 1])
+    request.banned_ids.token_ids.append(101)
     assert list(violations_of(request)) == [
-        "history",
+        "lora_index",
         "query_lens[0]",
         "context_lens[1]",
         "token_ids[22]",
         "block_counts[2]",
         "block_ids[11]",
+        "draft_lens[1]",
         "sampling.top_p[2]",
+        "banned_ids.token_ids[0]",
     ]
 
 

@@ -66,10 +66,19 @@ def test_valid_steps_reach_the_batch_as_they_were_sent(request: pb.ExecuteStepRe
         assert getattr(batch, name) == getattr(request, name)
     assert batch.sample.tolist() == (list(request.sample) or [True] * batch.num_sequences)
     assert batch.slots(WORKER.kv_cache.block_size).tolist() == [slot for _, _, slot in token_places(request)]
-    wants_sampling = any(request.sampling.temperature) or 0 in request.sampling.num_logprobs
+    sampling = request.sampling
+    wants_sampling = (
+        any(sampling.temperature)
+        or any(number >= 0 for number in sampling.num_logprobs)
+        or any((*sampling.presence, *sampling.frequency))
+        or any(value != 1 for value in sampling.repetition)
+        or any(part.token_ids for part in (request.allowed_ids, request.banned_ids, request.logit_bias))
+        or bool(request.grammar.rows)
+    )
     assert (batch.sampling is not None) == wants_sampling
+    assert batch.draft_lens.tolist() == (list(request.draft_lens) or [0] * batch.num_sequences)
     if batch.sampling is not None:
-        for name in ("temperature", "top_p", "min_p", "seed", "has_seed", "num_logprobs"):
+        for name in ("temperature", "top_p", "min_p", "seed", "has_seed", "num_logprobs", "presence", "frequency", "repetition"):
             sent = list(getattr(request.sampling, name))
             assert not sent or getattr(batch.sampling, name).tolist() == sent
 
@@ -104,14 +113,14 @@ def records(draw: st.DrawFn) -> bytes:
 @given(
     base=st.just(pb.ExecuteStepRequest()) | valid_requests(),
     extra=st.lists(records(), min_size=1, max_size=2),
-    nested=st.booleans(),
+    nested=st.sampled_from((0, 15, 16, 17, 18, 20)),  # sampling, history, logit_bias, allowed_ids, grammar
 )
 def test_any_fields_on_the_wire_are_accepted_exactly_when_brute_force_accepts_them(
-    base: pb.ExecuteStepRequest, extra: list[bytes], nested: bool
+    base: pb.ExecuteStepRequest, extra: list[bytes], nested: int
 ) -> None:
     fields = b"".join(extra)
     if nested:
-        fields = b"\x7a" + varint(len(fields)) + fields  # field 15, sampling
+        fields = varint(nested << 3 | 2) + varint(len(fields)) + fields
     parses_or_is_no_message(base.SerializeToString() + fields)
 
 

@@ -20,9 +20,18 @@ from modelworker_testing.steps import describe_worker, step_request, valid_reque
 WORKER = describe_worker()
 LARGE_WORKER = describe_worker(max_model_len=8192, block_size=32, num_blocks=70_000, max_sequences=256, max_tokens_per_step=8192)
 ENTRIES = 2_000_000
-STEP_ARRAYS = ("query_lens", "context_lens", "token_ids", "block_counts", "block_ids", "sample", "draft_lens", "prompt_logprobs")
+STEP_ARRAYS = (
+    "query_lens", "context_lens", "token_ids", "block_counts", "block_ids", "sample", "draft_lens", "prompt_logprobs",
+    "next_prompt_ids",
+)  # fmt: skip
 SAMPLING_ARRAYS = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "has_seed", "num_logprobs", "logprobs_mode", "presence", "repetition",
+    "temperature", "top_k", "top_p", "min_p", "seed", "has_seed", "num_logprobs", "logprobs_mode", "presence", "frequency",
+    "repetition",
+)  # fmt: skip
+PART_ARRAYS = (
+    "history.prompt_lens", "history.output_lens", "history.token_ids", "logit_bias.counts", "logit_bias.token_ids",
+    "logit_bias.values", "allowed_ids.counts", "allowed_ids.token_ids", "banned_ids.counts", "banned_ids.token_ids",
+    "grammar.rows",
 )  # fmt: skip
 _PACKING = {
     FieldDescriptor.TYPE_SFIXED32: (5, struct.Struct("<i").pack),
@@ -85,18 +94,18 @@ def test_a_step_at_every_limit_is_within_the_size_packed_and_unpacked() -> None:
     step.sampling.seed.extend([1] * rows)
     step.sampling.logprobs_mode.extend([1] * rows)
     limit = max_step_bytes(LARGE_WORKER)
-    assert len(step.SerializeToString()) < len(unpacked(step)) <= limit < 600_000
+    assert len(step.SerializeToString()) < len(unpacked(step)) <= limit < 2_000_000
     raw = unpacked(step)
     assert (
         parse_step(pb.ExecuteStepRequest.FromString(raw), LARGE_WORKER, arrival_ns=0, deadline_ns=None, raw=raw).num_tokens == 8192
     )
 
 
-@pytest.mark.parametrize("name", [*STEP_ARRAYS, *(f"sampling.{name}" for name in SAMPLING_ARRAYS)])
+@pytest.mark.parametrize("name", [*STEP_ARRAYS, *(f"sampling.{name}" for name in SAMPLING_ARRAYS), *PART_ARRAYS])
 def test_an_array_longer_than_any_steps_is_refused_by_its_name_without_being_copied(name: str) -> None:
     group, _, field = name.rpartition(".")
     request = step_request((3, 1, [1]))
-    message: Any = request.sampling if group else request
+    message: Any = getattr(request, group) if group else request
     # 0 bytes at the end of a packed array are entries of any type.
     number = message.DESCRIPTOR.fields_by_name[field].number
     message.MergeFromString(varint(number << 3 | 2) + varint(8 * ENTRIES) + bytes(8 * ENTRIES))
@@ -113,10 +122,10 @@ def test_an_array_longer_than_any_steps_is_refused_by_its_name_without_being_cop
 
 
 def test_beside_an_array_that_is_too_long_everything_is_named_that_needs_no_look_at_entries() -> None:
-    request = step_request((3, 1, [1]), sequence_ids=[1], draft_lens=[0] * 7)
+    request = step_request((3, 1, [1]), lora_index=[1], draft_lens=[0] * 7)
     request.query_lens.extend([1] * 7)
     request.sampling.top_k.extend([0] * 9)
-    assert list(violations_of(request)) == ["query_lens", "draft_lens", "sampling.top_k", "sequence_ids"]
+    assert list(violations_of(request)) == ["query_lens", "draft_lens", "sampling.top_k", "lora_index"]
 
 
 def test_too_many_bytes_are_refused_with_found_and_limit_and_the_field_that_has_them() -> None:
@@ -130,8 +139,33 @@ def test_too_many_bytes_are_refused_with_found_and_limit_and_the_field_that_has_
 
 
 def test_a_large_field_that_is_not_implemented_is_named_as_such() -> None:
-    request = step_request((3, 1, [1]), history=pb.TokenHistory(token_ids=[1] * max_step_bytes(WORKER)))
-    assert size_violations_of(request.SerializeToString())["history"].startswith("found set, expected unset: ")
+    request = step_request((3, 1, [1]), draft_probabilities=pb.DraftProbabilities(data=bytes(max_step_bytes(WORKER))))
+    assert size_violations_of(request.SerializeToString())["draft_probabilities"].startswith("found set, expected unset: ")
+
+
+@pytest.mark.parametrize("part", ["history", "logit_bias", "allowed_ids", "banned_ids", "grammar"])
+def test_what_is_said_of_single_tokens_may_be_large_but_not_larger_than_any_steps(part: str) -> None:
+    limit = max_step_bytes(LARGE_WORKER)
+
+    def request_of(num_bytes: int) -> bytes:
+        request = step_request((3, 1, [1]))
+        field = request.DESCRIPTOR.fields_by_name[part]
+        return request.SerializeToString() + varint(field.number << 3 | 2) + varint(num_bytes) + bytes(num_bytes)
+
+    largest = {"grammar": 200_000, "history": 8_000_000}.get(part, 4_000_000)
+    check_step_size(request_of(largest), limit, LARGE_WORKER)
+    with pytest.raises(InvalidStepError) as caught:
+        check_step_size(request_of(30_000_000), limit, LARGE_WORKER)
+    assert [violation.field for violation in caught.value.violations] == [part]
+
+
+def test_the_rest_of_a_step_is_no_larger_for_what_is_said_of_single_tokens() -> None:
+    limit = max_step_bytes(LARGE_WORKER)
+    request = step_request((3, 1, [1]), history=pb.TokenHistory(token_ids=[1] * 100_000), block_ids=[1] * limit)
+    with pytest.raises(InvalidStepError) as caught:
+        check_step_size(request.SerializeToString(), limit, LARGE_WORKER)
+    assert [violation.field for violation in caught.value.violations] == ["request", "block_ids"]
+    assert " beside history" in caught.value.violations[0].description
 
 
 @pytest.mark.parametrize(

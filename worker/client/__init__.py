@@ -5,7 +5,8 @@
         info = client.info()
         answer = client.execute(build_step(query_lens=[1], context_lens=[0], token_ids=[1], block_counts=[1], block_ids=[1]))
 
-Errors are those of `errors`. Steps in order, with safe retries: `FencedSession`. Needs neither torch nor structlog.
+Errors are those of `errors`. Steps in order, with safe retries: `FencedSession`; several in flight, over a stream:
+`StreamSession`. Needs neither torch nor structlog.
 """
 
 from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
@@ -25,11 +26,28 @@ from modelworker.worker.client.errors import (
     WorkerUnavailableError,
 )
 from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
-from modelworker.worker.client.step import RowError, StepAnswer, StepLogprobs, StepSampling, build_step, decode_answer
+from modelworker.worker.client.step import (
+    FEEDBACK_TOKEN,
+    BlockCopies,
+    RowError,
+    StepAnswer,
+    StepLogprobs,
+    StepPromptLogprobs,
+    StepSampling,
+    build_step,
+    decode_answer,
+)
+from modelworker.worker.client.step_tokens import StepTokens
+from modelworker.worker.client.stream import AsyncStepStream, StepStream, StreamAnswer
+from modelworker.worker.client.stream_session import AsyncStreamSession, StreamSession
 
 __all__ = [
+    "FEEDBACK_TOKEN",
     "AsyncClient",
     "AsyncFencedSession",
+    "AsyncStepStream",
+    "AsyncStreamSession",
+    "BlockCopies",
     "CallDeadlineError",
     "Client",
     "ExecuteStepRequest",
@@ -44,7 +62,12 @@ __all__ = [
     "StepLogprobs",
     "StepOutOfOrderError",
     "StepPendingError",
+    "StepPromptLogprobs",
     "StepSampling",
+    "StepStream",
+    "StepTokens",
+    "StreamAnswer",
+    "StreamSession",
     "WorkerBusyError",
     "WorkerCallError",
     "WorkerFaultError",

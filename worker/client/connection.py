@@ -20,6 +20,7 @@ from modelworker.worker.client.errors import (
     worker_errors,
 )
 from modelworker.worker.client.step import StepAnswer, decode_answer
+from modelworker.worker.client.stream import AsyncStepStream, StepStream
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 READINESS = "readiness"
@@ -51,6 +52,7 @@ class _Method(Generic[QueryT, AnswerT]):
 
 _GET_WORKER_INFO = _Method("/modelworker.v1.ModelWorker/GetWorkerInfo", pb.GetWorkerInfoRequest, pb.WorkerInfo)
 _EXECUTE_STEP = _Method("/modelworker.v1.ModelWorker/ExecuteStep", pb.ExecuteStepRequest, pb.ExecuteStepResponse)
+_EXECUTE_STEPS = "/modelworker.v1.ModelWorker/ExecuteSteps"
 _RELEASE_SEQUENCES = _Method(
     "/modelworker.v1.ModelWorker/ReleaseSequences", pb.ReleaseSequencesRequest, pb.ReleaseSequencesResponse
 )
@@ -124,6 +126,10 @@ class Client:
             self._channel = grpc.secure_channel(address, credentials, options)
         self._get_worker_info = _GET_WORKER_INFO.on(self._channel)
         self._execute_step = _EXECUTE_STEP.on(self._channel)
+        # Requests are serialized when they are sent, not when the transport comes to it: a caller may change them afterwards.
+        self._execute_steps: grpc.StreamStreamMultiCallable[bytes, pb.ExecuteStepsResponse] = self._channel.stream_stream(
+            _EXECUTE_STEPS, None, pb.ExecuteStepsResponse.FromString
+        )
         self._release_sequences = _RELEASE_SEQUENCES.on(self._channel)
         self._reset_kv_cache = _RESET_KV_CACHE.on(self._channel)
         self._check_health = _CHECK_HEALTH.on(self._channel)
@@ -154,6 +160,10 @@ class Client:
         """Executes one step."""
         with worker_errors():
             return decode_answer(self._execute_step(request, timeout))
+
+    def stream_steps(self) -> StepStream:
+        """Opens a stream of steps."""
+        return StepStream(self._execute_steps)
 
     def release_sequences(self, epoch: int, router_id: int, sequence_ids: list[int], timeout: float | None = None) -> int:
         """Drops the token-feedback state of sequences. Returns how many were known."""
@@ -196,6 +206,9 @@ class AsyncClient:
         )
         self._get_worker_info = _GET_WORKER_INFO.on_async(self._channel)
         self._execute_step = _EXECUTE_STEP.on_async(self._channel)
+        self._execute_steps: grpc.aio.StreamStreamMultiCallable[bytes, pb.ExecuteStepsResponse] = self._channel.stream_stream(
+            _EXECUTE_STEPS, None, pb.ExecuteStepsResponse.FromString
+        )
         self._release_sequences = _RELEASE_SEQUENCES.on_async(self._channel)
         self._reset_kv_cache = _RESET_KV_CACHE.on_async(self._channel)
         self._check_health = _CHECK_HEALTH.on_async(self._channel)
@@ -222,6 +235,10 @@ class AsyncClient:
         """Executes one step."""
         with worker_errors():
             return decode_answer(await self._execute_step(request, timeout))
+
+    def stream_steps(self) -> AsyncStepStream:
+        """Opens a stream of steps."""
+        return AsyncStepStream(self._execute_steps())
 
     async def release_sequences(self, epoch: int, router_id: int, sequence_ids: list[int], timeout: float | None = None) -> int:
         """Drops the token-feedback state of sequences. Returns how many were known."""

@@ -8,6 +8,7 @@ step was executed; it is sent again with the same id and content until it is ans
 import asyncio
 import secrets
 import time
+from collections import deque
 from contextlib import suppress
 
 import grpc
@@ -33,7 +34,7 @@ class StepPendingError(Exception):
     """A step may or may not have been executed. `resume` has to settle that before another step is sent."""
 
 
-class _Attempts:
+class Attempts:
     """The attempts of one call: when to give up, and how long to pause before the next."""
 
     def __init__(self, patience: float) -> None:
@@ -66,61 +67,86 @@ def _may_have_executed(error: WorkerCallError) -> bool:
     return isinstance(error, unclear) or error.code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 
 
-class _Fence:
-    """Epoch, router id, next step id and the pending step: a session without its transport."""
+class Fence:
+    """Epoch, router id, next step id and the steps that are not answered: a session without its transport.
+
+    Attributes:
+        unanswered: the steps, in order; the first of them has the id after the last one that was executed.
+    """
 
     def __init__(self, router_id: int | None) -> None:
         self.router_id = secrets.randbits(64) or 1 if router_id is None else router_id
         self.worker_epoch = 0
-        self.next_step_id = 1
-        self.pending: ExecuteStepRequest | None = None
+        self.unanswered: deque[ExecuteStepRequest] = deque()
+        self._first_step_id = 1
         self._is_unclear = False
 
-    def enter(self, info: WorkerInfo) -> None:
-        """Takes over the worker's epoch and step id; what was pending is void."""
-        self.worker_epoch = info.worker_epoch
-        self.next_step_id = info.next_step_id
-        self.pending = None
+    @property
+    def next_step_id(self) -> int:
+        """Id that the next step will have."""
+        return self._first_step_id + len(self.unanswered)
 
-    def stamp(self, request: ExecuteStepRequest) -> None:
+    @property
+    def pending(self) -> ExecuteStepRequest | None:
+        """The first of the steps."""
+        return self.unanswered[0] if self.unanswered else None
+
+    def enter(self, info: WorkerInfo) -> None:
+        """Takes over the worker's epoch and step id; what was not answered is void."""
+        self.worker_epoch = info.worker_epoch
+        self._first_step_id = info.next_step_id
+        self.unanswered.clear()
+
+    def stamp(self, request: ExecuteStepRequest, max_unanswered: int = 1) -> None:
         """Makes the request the step that is next.
 
         Raises:
-            StepPendingError: the fate of the step before it is not known.
+            StepPendingError: as many steps as may be are not answered.
         """
-        if self.pending is not None:
-            raise StepPendingError(f"step {self.pending.step_id} is not settled: call resume() first")
+        if len(self.unanswered) >= max_unanswered:
+            behind = f" and {max_unanswered - 1} behind it" if max_unanswered > 1 else ""
+            raise StepPendingError(f"step {self._first_step_id}{behind} is not settled: call resume() first")
         request.worker_epoch = self.worker_epoch
         request.router_id = self.router_id
         request.step_id = self.next_step_id
-        self.pending = request
-        self._is_unclear = False
+        self.unanswered.append(request)
 
     def settle(self) -> None:
-        """The pending step was executed."""
-        self.pending = None
-        self.next_step_id += 1
+        """The first of the steps was executed."""
+        self.unanswered.popleft()
+        self._first_step_id += 1
+        self._is_unclear = False
 
-    def pause_after(self, error: WorkerCallError, attempts: _Attempts) -> float:
-        """Returns the seconds to pause before the pending step is sent again.
+    def pause_after(self, error: WorkerCallError, attempts: Attempts, *, in_band: bool = False) -> float:
+        """Returns the seconds to pause before the steps are sent again.
+
+        Args:
+            error: what came in place of an answer.
+            attempts: of the call that waits for it.
+            in_band: it came in the step's turn on a stream, so that it is the worker's last word on this step.
 
         Raises:
-            WorkerCallError: `error` itself, when sending it again can't help. The step stays pending where it may have been
-                executed: only an answer that speaks of this very step settles it, being out of room does not.
+            WorkerCallError: `error` itself, when sending them again can't help. The steps stay pending where the first one may
+                have been executed: only an answer that speaks of this very step settles it, being out of room does not.
         """
         self._is_unclear |= _may_have_executed(error)
         pause = attempts.pause_after(error)
         if pause is None:
-            if not (self._is_unclear and (_may_have_executed(error) or isinstance(error, WorkerBusyError))):
-                self.pending = None
+            if in_band or not (self._is_unclear and (_may_have_executed(error) or isinstance(error, WorkerBusyError))):
+                self.abandon()
             raise error
         return pause
+
+    def abandon(self) -> None:
+        """The first of the steps will not be executed, and none behind it."""
+        self.unanswered.clear()
+        self._is_unclear = False
 
 
 class _Session:
     """What a session knows of itself, whatever its transport."""
 
-    _fence: _Fence
+    _fence: Fence
 
     @property
     def worker_epoch(self) -> int:
@@ -134,7 +160,7 @@ class _Session:
 
     @property
     def next_step_id(self) -> int:
-        """Id of the next step."""
+        """Id that the next step will have."""
         return self._fence.next_step_id
 
     @property
@@ -164,8 +190,21 @@ class FencedSession(_Session):
         """
         self.client = client
         self._patience = patience
-        self._fence = _Fence(router_id)
+        self._fence = Fence(router_id)
         self.info = self.renew()
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be unanswered at once."""
+        return 1
+
+    def send(self, request: ExecuteStepRequest) -> None:
+        """Takes the next step, which `receive` executes; errors as `execute`."""
+        self._fence.stamp(request)
+
+    def receive(self) -> StepAnswer:
+        """Executes the step that was sent; errors as `execute`."""
+        return self.resume()
 
     def execute(self, request: ExecuteStepRequest) -> StepAnswer:
         """Executes the next step; sets the request's epoch, router id and step id.
@@ -183,7 +222,7 @@ class FencedSession(_Session):
         request = self._fence.pending
         if request is None:
             raise StepPendingError("no step is pending")
-        attempts = _Attempts(self._patience)
+        attempts = Attempts(self._patience)
         while True:
             try:
                 answer = self.client.execute(request, attempts.remaining)
@@ -195,7 +234,7 @@ class FencedSession(_Session):
 
     def renew(self) -> WorkerInfo:
         """Enters the worker's present epoch, in which nothing that was sent before counts. Returns the worker's info."""
-        attempts = _Attempts(self._patience)
+        attempts = Attempts(self._patience)
         while True:
             try:
                 self.info = self.client.info(attempts.remaining)
@@ -223,7 +262,7 @@ class AsyncFencedSession(_Session):
         self.client = client
         self.info = WorkerInfo()
         self._patience = patience
-        self._fence = _Fence(router_id)
+        self._fence = Fence(router_id)
 
     @classmethod
     async def open(
@@ -244,7 +283,7 @@ class AsyncFencedSession(_Session):
         request = self._fence.pending
         if request is None:
             raise StepPendingError("no step is pending")
-        attempts = _Attempts(self._patience)
+        attempts = Attempts(self._patience)
         while True:
             try:
                 answer = await self.client.execute(request, attempts.remaining)
@@ -256,7 +295,7 @@ class AsyncFencedSession(_Session):
 
     async def renew(self) -> WorkerInfo:
         """Enters the worker's present epoch; see `FencedSession.renew`."""
-        attempts = _Attempts(self._patience)
+        attempts = Attempts(self._patience)
         while True:
             try:
                 self.info = await self.client.info(attempts.remaining)

@@ -1,24 +1,18 @@
 """A step as a router sees it: numpy arrays to `ExecuteStepRequest`, and `ExecuteStepResponse` back to numpy arrays."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import BoolArray, Float32Array, GraphMode, Int32Array, SequenceErrorCode, StepTimings
+from modelworker.worker.batch import Float32Array, GraphMode, Int32Array, SequenceErrorCode, StepTimings
+from modelworker.worker.client.packing import BoolsLike, FloatsLike, IntegersLike, Values, packed
+from modelworker.worker.client.step_tokens import StepTokens, add_tokens
 
-IntegersLike = npt.NDArray[np.integer[Any]] | Sequence[int]
-FloatsLike = npt.NDArray[np.floating[Any]] | Sequence[float]
-BoolsLike = BoolArray | Sequence[bool]
-
-_Values = IntegersLike | FloatsLike | BoolsLike
-
-_LENGTH_DELIMITED = 2
-_LARGEST_ONE_BYTE_VARINT = 127
+FEEDBACK_TOKEN = -1
+"""A row's first token id may be this: the last token that was sampled for its sequence, which the worker still has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,8 +25,24 @@ class StepSampling:
     min_p: FloatsLike | None = None
     seed: IntegersLike | None = None
     has_seed: BoolsLike | None = None
+    presence: FloatsLike | None = None
+    frequency: FloatsLike | None = None
+    repetition: FloatsLike | None = None
     num_logprobs: IntegersLike | None = None
     logprobs_mode: IntegersLike | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockCopies:
+    """KV cache blocks to copy before the forward pass: all sources are read before any destination is written.
+
+    Attributes:
+        source_ids: [number of copies].
+        destination_ids: [number of copies], without duplicates.
+    """
+
+    source_ids: IntegersLike
+    destination_ids: IntegersLike
 
 
 def build_step(
@@ -44,7 +54,14 @@ def build_step(
     block_ids: IntegersLike,
     sample: BoolsLike | None = None,
     sampling: StepSampling | None = None,
+    tokens: StepTokens | None = None,
+    draft_lens: IntegersLike | None = None,
+    prompt_logprobs: BoolsLike | None = None,
+    next_prompt_ids: IntegersLike | None = None,
     sequence_ids: IntegersLike | None = None,
+    finished_sequence_ids: IntegersLike | None = None,
+    zero_block_ids: IntegersLike | None = None,
+    block_copies: BlockCopies | None = None,
     worker_epoch: int = 0,
     router_id: int = 0,
     step_id: int = 0,
@@ -60,12 +77,19 @@ def build_step(
     Args:
         query_lens: [num_sequences], new tokens of each sequence.
         context_lens: [num_sequences], tokens of each sequence already in the KV cache.
-        token_ids: [sum of query_lens], the new tokens, row after row.
+        token_ids: [sum of query_lens], the new tokens, row after row; `FEEDBACK_TOKEN` where the worker has it.
         block_counts: [num_sequences], length of each row's block table.
         block_ids: [sum of block_counts], the block tables, row after row.
         sample: [num_sequences], whether to sample after the row's last token; None: every row samples.
         sampling: None: every row is greedy.
+        tokens: what the step says of single tokens.
+        draft_lens: [num_sequences], how many of each row's last tokens are drafts to verify.
+        prompt_logprobs: [num_sequences], whether to return the logprobs of the row's tokens from the second one on.
+        next_prompt_ids: [num_sequences], and of the prompt token that follows them; -1: none.
         sequence_ids: [num_sequences], identities for token feedback.
+        finished_sequence_ids: sequences whose tokens the worker need not keep any more.
+        zero_block_ids: blocks to fill with zeros before anything else.
+        block_copies: blocks to copy after that.
         worker_epoch: see the .proto, as for the rest; a fenced session sets epoch, router and step id itself.
         router_id: who owns the KV cache.
         step_id: place in the epoch's order, 0: unsequenced.
@@ -84,7 +108,7 @@ def build_step(
         timeout_ms=timeout_ms,
         traceparent=traceparent,
     )
-    fields: dict[str, tuple[_Values | None, str]] = {
+    fields: dict[str, tuple[Values | None, str]] = {
         "sequence_ids": (sequence_ids, "<u8"),
         "query_lens": (query_lens, "<i4"),
         "context_lens": (context_lens, "<i4"),
@@ -92,14 +116,27 @@ def build_step(
         "block_counts": (block_counts, "<i4"),
         "block_ids": (block_ids, "<i4"),
         "sample": (sample, "?"),
+        "zero_block_ids": (zero_block_ids, "<i4"),
+        "finished_sequence_ids": (finished_sequence_ids, "<u8"),
+        "draft_lens": (draft_lens, "<i4"),
+        "prompt_logprobs": (prompt_logprobs, "?"),
+        "next_prompt_ids": (next_prompt_ids, "<i4"),
     }
-    request.MergeFromString(_packed(pb.ExecuteStepRequest, fields))
+    request.MergeFromString(packed(pb.ExecuteStepRequest, fields))
+    if block_copies is not None:
+        pairs: dict[str, tuple[Values | None, str]] = {
+            "source_ids": (block_copies.source_ids, "<i4"),
+            "destination_ids": (block_copies.destination_ids, "<i4"),
+        }
+        request.block_copies.MergeFromString(packed(pb.BlockCopies, pairs))
     if sampling is not None:
-        request.sampling.MergeFromString(_packed(pb.SamplingParams, _sampling_fields(sampling)))
+        request.sampling.MergeFromString(packed(pb.SamplingParams, _sampling_fields(sampling)))
+    if tokens is not None:
+        add_tokens(request, tokens)
     return request
 
 
-def _sampling_fields(sampling: StepSampling) -> dict[str, tuple[_Values | None, str]]:
+def _sampling_fields(sampling: StepSampling) -> dict[str, tuple[Values | None, str]]:
     return {
         "temperature": (sampling.temperature, "<f4"),
         "top_k": (sampling.top_k, "<i4"),
@@ -107,53 +144,13 @@ def _sampling_fields(sampling: StepSampling) -> dict[str, tuple[_Values | None, 
         "min_p": (sampling.min_p, "<f4"),
         "seed": (sampling.seed, "<u8"),
         "has_seed": (sampling.has_seed, "?"),
+        "presence": (sampling.presence, "<f4"),
+        "frequency": (sampling.frequency, "<f4"),
+        "repetition": (sampling.repetition, "<f4"),
         "num_logprobs": (sampling.num_logprobs, "<i4"),
         # An enum is a varint: one byte, as a bool is, for the values that it has.
         "logprobs_mode": (sampling.logprobs_mode, "<u1"),
     }
-
-
-def _packed(message: type[pb.ExecuteStepRequest | pb.SamplingParams], fields: dict[str, tuple[_Values | None, str]]) -> bytes:
-    """Encodes arrays as packed repeated fields (https://protobuf.dev/programming-guides/encoding/#packed)."""
-    parts: list[bytes] = []
-    for name, (values, dtype) in fields.items():
-        if values is None:
-            continue
-        data = _exact(name, values, np.dtype(dtype)).tobytes()
-        if data:
-            number = message.DESCRIPTOR.fields_by_name[name].number
-            parts += (_varint(number << 3 | _LENGTH_DELIMITED), _varint(len(data)), data)
-    return b"".join(parts)
-
-
-def _exact(name: str, values: _Values, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Converts to the field's type; an integer that does not fit is an error, never another number."""
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ValueError(f"{name}: found an array of {array.ndim} dimensions, expected 1")
-    is_list = isinstance(values, Sequence) and array.dtype.kind == "f"
-    if is_list and dtype.kind in "iu" and all(isinstance(each, int) for each in values):
-        # numpy makes floats of a list that mixes integers above and below 2**63.
-        array = np.array(values, object)
-    if array.dtype == dtype or array.size == 0 or dtype.kind == "f":
-        return array.astype(dtype, copy=False)
-    if (array.dtype.kind == "b") != (dtype.kind == "b") or array.dtype.kind not in "iubO":
-        raise ValueError(f"{name}: found an array of {array.dtype}, expected {dtype}")
-    if dtype.kind in "iu":
-        lowest, highest = (0, _LARGEST_ONE_BYTE_VARINT) if dtype == np.uint8 else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-        low, high = int(array.min()), int(array.max())
-        if low < lowest or high > highest:
-            raise ValueError(f"{name}: found values {low} .. {high}, expected {lowest} .. {highest}")
-    return array.astype(dtype)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +181,23 @@ class StepLogprobs:
     ranks: Int32Array
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepPromptLogprobs:
+    """Logprobs of tokens that were sent, given those before them.
+
+    Attributes:
+        counts: [num_sequences], entries of each row.
+        token_ids: [sum of counts].
+        values: [sum of counts].
+        ranks: [sum of counts], 1 = most probable.
+    """
+
+    counts: Int32Array
+    token_ids: Int32Array
+    values: Float32Array
+    ranks: Int32Array
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepAnswer:
     """What a step produced.
@@ -195,6 +209,7 @@ class StepAnswer:
         sampled_counts: [num_sequences], tokens sampled for each row.
         sampled_ids: [sum of sampled_counts].
         logprobs: None where no row asked for them.
+        prompt_logprobs: None where no row asked for them.
         row_errors: rows that failed.
         tainted_block_ids: blocks whose content can't be trusted.
         mode: how the step ran.
@@ -211,6 +226,7 @@ class StepAnswer:
     sampled_counts: Int32Array
     sampled_ids: Int32Array
     logprobs: StepLogprobs | None
+    prompt_logprobs: StepPromptLogprobs | None
     row_errors: tuple[RowError, ...]
     tainted_block_ids: Int32Array
     mode: GraphMode
@@ -239,7 +255,7 @@ class StepAnswer:
 
 def decode_answer(response: pb.ExecuteStepResponse) -> StepAnswer:
     """Turns the message into arrays."""
-    logprobs, graph, timings = response.logprobs, response.graph, response.timings_ns
+    logprobs, prompt, graph, timings = response.logprobs, response.prompt_logprobs, response.graph, response.timings_ns
     return StepAnswer(
         worker_epoch=response.worker_epoch,
         step_id=response.step_id,
@@ -254,6 +270,14 @@ def decode_answer(response: pb.ExecuteStepResponse) -> StepAnswer:
             ranks=np.array(logprobs.ranks, np.int32),
         )
         if response.HasField("logprobs")
+        else None,
+        prompt_logprobs=StepPromptLogprobs(
+            counts=np.array(prompt.counts, np.int32),
+            token_ids=np.array(prompt.token_ids, np.int32),
+            values=np.array(prompt.values, np.float32),
+            ranks=np.array(prompt.ranks, np.int32),
+        )
+        if response.HasField("prompt_logprobs")
         else None,
         row_errors=tuple(
             RowError(index=each.index, code=SequenceErrorCode(each.code), message=each.message) for each in response.sequence_errors

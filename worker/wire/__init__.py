@@ -5,17 +5,22 @@ Everything that comes from outside is looked at here (`parse_*`), and nowhere fu
 
 from modelworker.worker.wire.capabilities import CAPABILITIES
 from modelworker.worker.wire.info import encode_worker_info
+from modelworker.worker.wire.release import encode_release_sequences, parse_release_sequences
 from modelworker.worker.wire.sizes import check_request_size, check_step_size, max_step_bytes
 from modelworker.worker.wire.step import encode_reset_kv_cache, encode_result, parse_reset_kv_cache, parse_step
+from modelworker.worker.wire.stream import encode_stream_answer
 
 __all__ = [
     "CAPABILITIES",
     "check_request_size",
     "check_step_size",
+    "encode_release_sequences",
     "encode_reset_kv_cache",
     "encode_result",
+    "encode_stream_answer",
     "encode_worker_info",
     "max_step_bytes",
+    "parse_release_sequences",
     "parse_reset_kv_cache",
     "parse_step",
 ]

@@ -4,7 +4,7 @@ A field is named by its path in `ExecuteStepRequest`. A field that is neither re
 (`unbuilt`), so what a worker promises and what it accepts can't drift apart.
 """
 
-RPC_CAPABILITIES: tuple[str, ...] = ("GetWorkerInfo", "ExecuteStep", "ResetKvCache")
+RPC_CAPABILITIES: tuple[str, ...] = ("GetWorkerInfo", "ExecuteStep", "ExecuteSteps", "ReleaseSequences", "ResetKvCache")
 
 FIELD_CAPABILITIES: tuple[str, ...] = (
     "worker_epoch",
@@ -13,6 +13,7 @@ FIELD_CAPABILITIES: tuple[str, ...] = (
     "client_tag",
     "timeout_ms",
     "traceparent",
+    "sequence_ids",  # and token id -1: the last token sampled for the sequence
     "sample",
     "sampling.temperature",
     "sampling.top_k",
@@ -20,8 +21,22 @@ FIELD_CAPABILITIES: tuple[str, ...] = (
     "sampling.min_p",
     "sampling.seed",
     "sampling.has_seed",
-    "sampling.num_logprobs=0",  # the chosen token's logprob; without "=0": also those of the most probable tokens
+    "sampling.presence",
+    "sampling.frequency",
+    "sampling.repetition",
+    "sampling.num_logprobs",
     "sampling.logprobs_mode",
+    "zero_block_ids",
+    "block_copies",
+    "finished_sequence_ids",
+    "draft_lens",
+    "history",
+    "logit_bias",
+    "allowed_ids",
+    "banned_ids",
+    "grammar",
+    "prompt_logprobs",
+    "next_prompt_ids",
 )
 
 CAPABILITIES: tuple[str, ...] = RPC_CAPABILITIES + FIELD_CAPABILITIES

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import BoolArray, Int32Array, Int64Array
+from modelworker.worker.batch import FEEDBACK_TOKEN, BoolArray, Int32Array, Int64Array, UInt64Array
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.wire.violations import Violations, check_length, check_optional_length
 
@@ -26,6 +26,12 @@ class StepFields:
     block_counts: Int32Array
     block_ids: Int32Array
     sample: BoolArray
+    sequence_ids: UInt64Array
+    draft_lens: Int32Array
+    finished_sequence_ids: UInt64Array
+    zero_block_ids: Int32Array
+    copy_source_ids: Int32Array
+    copy_destination_ids: Int32Array
 
     @classmethod
     def of(cls, request: pb.ExecuteStepRequest) -> "StepFields":
@@ -38,6 +44,12 @@ class StepFields:
             block_counts=np.array(request.block_counts, dtype=np.int32),
             block_ids=np.array(request.block_ids, dtype=np.int32),
             sample=np.array(request.sample, dtype=np.bool_),
+            sequence_ids=np.array(request.sequence_ids, dtype=np.uint64),
+            draft_lens=np.array(request.draft_lens, dtype=np.int32),
+            finished_sequence_ids=np.array(request.finished_sequence_ids, dtype=np.uint64),
+            zero_block_ids=np.array(request.zero_block_ids, dtype=np.int32),
+            copy_source_ids=np.array(request.block_copies.source_ids, dtype=np.int32),
+            copy_destination_ids=np.array(request.block_copies.destination_ids, dtype=np.int32),
         )
 
     @property
@@ -85,20 +97,18 @@ def check_rows(fields: StepFields, description: WorkerDescription, violations: V
 
 
 def check_tokens(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
-    """There are as many tokens as the query lengths say, and the model has a row for each."""
+    """There are as many tokens as the query lengths say, and the model has a row for each that is not fed back."""
     starts: Int64Array | None = None
     if "query_lens" not in violations:
-        starts = _starts(fields.query_lens)
+        starts = starts_of(fields.query_lens)
         check_length("token_ids", fields.token_ids, int(starts[-1]), violations, "the sum of query_lens")
     vocab_size = description.model.vocab_size
 
     def describe(index: int) -> str:
-        place = "" if starts is None else _place(starts, index, "token")
-        found = int(fields.token_ids[index])
-        feedback = " (-1 is token_feedback, which this worker does not implement)" if found == -1 else ""
-        return f"{place}found {found}, expected 0 .. {vocab_size - 1}{feedback}"
+        place = "" if starts is None else place_of(starts, index, "token")
+        return f"{place}found {fields.token_ids[index]}, expected 0 .. {vocab_size - 1}, or -1 (feedback)"
 
-    _check_range("token_ids", fields.token_ids, range(vocab_size), describe, violations)
+    check_range("token_ids", fields.token_ids, range(FEEDBACK_TOKEN, vocab_size), describe, violations)
 
 
 def check_block_tables(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
@@ -117,16 +127,16 @@ def check_block_tables(fields: StepFields, description: WorkerDescription, viola
             )
     starts: Int64Array | None = None
     if "block_counts" not in violations:
-        starts = _starts(counts)
+        starts = starts_of(counts)
         if not check_length("block_ids", fields.block_ids, int(starts[-1]), violations, "the sum of block_counts"):
             starts = None
 
     def describe(index: int) -> str:
-        place = "" if starts is None else _place(starts, index, "block")
+        place = "" if starts is None else place_of(starts, index, "block")
         null = " (block 0 is the null block)" if fields.block_ids[index] == 0 else ""
         return f"{place}found {fields.block_ids[index]}, expected 1 .. {num_blocks - 1}{null}"
 
-    _check_range("block_ids", fields.block_ids, range(1, num_blocks), describe, violations)
+    check_range("block_ids", fields.block_ids, range(1, num_blocks), describe, violations)
 
 
 def check_writes(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
@@ -156,6 +166,31 @@ def check_sample(fields: StepFields, description: WorkerDescription, violations:
     check_optional_length("sample", fields.sample, fields.num_sequences, violations)
 
 
+def check_drafts(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
+    """Rows with drafts sample, and have one token beside them."""
+    draft_lens = fields.draft_lens
+    if not check_optional_length("draft_lens", draft_lens, fields.num_sequences, violations):
+        return
+    _check_minimum("draft_lens", draft_lens, 0, violations)
+    drafted = draft_lens > 0
+    wrong = drafted & (fields.query_lens != draft_lens.astype(np.int64) + 1)
+    if wrong.any():
+        violations.add_entries(
+            "draft_lens",
+            np.flatnonzero(wrong),
+            lambda row: (
+                f"row {row}: found {draft_lens[row]} drafts in {fields.query_lens[row]} tokens, "
+                f"expected 0 drafts or {int(draft_lens[row]) + 1} tokens"
+            ),
+        )
+    if len(fields.sample) == fields.num_sequences and (unsampled := drafted & ~fields.sample).any():
+        violations.add_entries(
+            "draft_lens",
+            np.flatnonzero(unsampled),
+            lambda row: f"row {row}: found {draft_lens[row]} drafts, expected 0, because sample of the row is false",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     check_identity,
     check_rows,
@@ -163,6 +198,7 @@ CHECKS: tuple[Check, ...] = (
     check_block_tables,
     check_writes,
     check_sample,
+    check_drafts,
 )
 
 
@@ -173,19 +209,21 @@ def _check_minimum(field: str, array: Int32Array, minimum: int, violations: Viol
         )
 
 
-def _check_range(field: str, array: Int32Array, bounds: range, describe: Callable[[int], str], violations: Violations) -> None:
+def check_range(field: str, array: Int32Array, bounds: range, describe: Callable[[int], str], violations: Violations) -> None:
+    """Refuses the entries of an array that are out of bounds, each with what `describe` says of it."""
     if array.size and (array.min() < bounds.start or array.max() >= bounds.stop):
         violations.add_entries(field, np.flatnonzero((array < bounds.start) | (array >= bounds.stop)), describe)
 
 
-def _starts(counts: Int32Array) -> Int64Array:
+def starts_of(counts: Int32Array) -> Int64Array:
     """[num_sequences + 1]: where each row's entries start in a flat array."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, dtype=np.int64, out=starts[1:])
     return starts
 
 
-def _place(starts: Int64Array, index: int, noun: str) -> str:
+def place_of(starts: Int64Array, index: int, noun: str) -> str:
+    """Says where in a row an entry of a flat array stands; "" behind the last row."""
     row = int(np.searchsorted(starts, index, side="right")) - 1
     return f"row {row}, {noun} {index - starts[row]} of the row: " if row < len(starts) - 1 else ""
 
@@ -206,8 +244,8 @@ def _written_entries(fields: StepFields, block_size: int) -> Int64Array:
     context_lens = fields.context_lens.astype(np.int64)
     first = context_lens // block_size
     num_written = (context_lens + (fields.query_lens - 1)) // block_size - first + 1
-    starts = _starts(num_written)
-    offsets = _starts(fields.block_counts)[:-1] + first - starts[:-1]
+    starts = starts_of(num_written)
+    offsets = starts_of(fields.block_counts)[:-1] + first - starts[:-1]
     return np.repeat(offsets, num_written) + np.arange(starts[-1])
 
 
@@ -218,7 +256,7 @@ def _has_duplicates(array: Int32Array) -> bool:
 
 def _find_blocks_repeated_in_a_row(fields: StepFields, written: Int64Array, named: Int64Array, violations: Violations) -> None:
     """Finds blocks that a row writes and that its table names more than once, so that a write destroys the row's own context."""
-    starts = _starts(fields.block_counts)
+    starts = starts_of(fields.block_counts)
 
     def keys_of(entries: Int64Array) -> Int64Array:
         rows: Int64Array = np.searchsorted(starts, entries, side="right") - 1
@@ -238,10 +276,10 @@ def _find_blocks_repeated_in_a_row(fields: StepFields, written: Int64Array, name
 
 def _find_slots_of_two_rows(fields: StepFields, block_size: int, violations: Violations) -> None:
     """Finds slots to which two rows write."""
-    query_starts = _starts(fields.query_lens)
+    query_starts = starts_of(fields.query_lens)
     rows = np.repeat(np.arange(fields.num_sequences), fields.query_lens)
     positions = np.arange(query_starts[-1]) + np.repeat(fields.context_lens - query_starts[:-1], fields.query_lens)
-    entries = _starts(fields.block_counts)[rows] + positions // block_size
+    entries = starts_of(fields.block_counts)[rows] + positions // block_size
     slots = fields.block_ids[entries].astype(np.int64) * block_size + positions % block_size
     order = np.argsort(slots, kind="stable")
     earlier, later = order[:-1], order[1:]

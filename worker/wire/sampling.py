@@ -1,4 +1,4 @@
-"""Parses and checks `SamplingParams`."""
+"""Parses and checks how a step samples: `SamplingParams`, and what comes with it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import BoolArray, SamplingBatch
+from modelworker.worker.description import WorkerDescription
+from modelworker.worker.wire.checks import StepFields
+from modelworker.worker.wire.token_lists import check_history, parse_grammar, parse_history, parse_logit_bias, parse_token_lists
 from modelworker.worker.wire.violations import Violations, check_optional_length
 
 _MIN_TEMPERATURE = np.float32(1e-5)
@@ -54,12 +57,29 @@ _PARAMETERS = (
     ),
     _Parameter(name="seed", dtype=np.uint64, neutral=0),
     _Parameter(name="has_seed", dtype=np.bool_, neutral=False),
+    *(
+        _Parameter(
+            name=name,
+            dtype=np.float32,
+            neutral=0.0,
+            is_valid=lambda values: (values >= -2) & (values <= 2),
+            expected="-2 .. 2 (0 is off)",
+        )
+        for name in ("presence", "frequency")
+    ),
+    _Parameter(
+        name="repetition",
+        dtype=np.float32,
+        neutral=1.0,
+        is_valid=lambda values: (values > 0) & (values < np.inf),
+        expected="a finite value above 0 (1 is off)",
+    ),
     _Parameter(
         name="num_logprobs",
         dtype=np.int32,
         neutral=-1,
-        is_valid=lambda values: (values == -1) | (values == 0),
-        expected=f"-1 (none) or 0 (chosen token); 1 .. {_MAX_NUM_LOGPROBS} are not implemented by this worker",
+        is_valid=lambda values: (values >= -1) & (values <= _MAX_NUM_LOGPROBS),
+        expected=f"-1 (none) .. {_MAX_NUM_LOGPROBS}",
     ),
     _Parameter(
         name="logprobs_mode",
@@ -71,28 +91,45 @@ _PARAMETERS = (
 )
 
 
-def parse_sampling(
-    request: pb.ExecuteStepRequest, num_sequences: int, vocab_size: int, violations: Violations
-) -> SamplingBatch | None:
+def parse_sampling(fields: StepFields, description: WorkerDescription, violations: Violations) -> SamplingBatch | None:
     """Makes the sampling parameters of a step; what is wrong with them goes to `violations`, and the result is then meaningless.
 
     Returns:
-        None if every row is greedy and none wants logprobs.
+        None if every row is greedy, and none wants logprobs or changes its logits.
     """
-    if not request.HasField("sampling"):
+    request, num_sequences = fields.request, fields.num_sequences
+    if not any(request.HasField(name) for name in ("sampling", "allowed_ids", "banned_ids", "grammar", "logit_bias", "history")):
         return None
     arrays = {parameter.name: _parse_array(parameter, request.sampling, num_sequences, violations) for parameter in _PARAMETERS}
-    if np.count_nonzero(arrays["temperature"]) == 0 and np.count_nonzero(arrays["num_logprobs"] >= 0) == 0:
-        return None
-    return SamplingBatch(
+    sampling = SamplingBatch(
         temperature=arrays["temperature"],
-        top_k=np.where(arrays["top_k"] > vocab_size, np.int32(0), arrays["top_k"]),
+        top_k=np.where(arrays["top_k"] > description.model.vocab_size, np.int32(0), arrays["top_k"]),
         top_p=arrays["top_p"],
         min_p=arrays["min_p"],
         seed=arrays["seed"],
         has_seed=arrays["has_seed"],
+        presence=arrays["presence"],
+        frequency=arrays["frequency"],
+        repetition=arrays["repetition"],
         num_logprobs=arrays["num_logprobs"],
         processed_logprobs=arrays["logprobs_mode"] == pb.LOGPROBS_MODE_PROCESSED,
+        allowed=parse_token_lists("allowed_ids", fields, description, violations),
+        banned=parse_token_lists("banned_ids", fields, description, violations),
+        grammar=parse_grammar(fields, description, violations),
+        bias=parse_logit_bias(fields, description, violations),
+        history=parse_history(fields, description, violations),
+    )
+    if violations.is_empty:
+        check_history(fields, sampling, violations)
+    return sampling if _asks_for_something(sampling) else None
+
+
+def _asks_for_something(sampling: SamplingBatch) -> bool:
+    return bool(
+        np.count_nonzero(sampling.temperature)
+        or np.count_nonzero(sampling.num_logprobs >= 0)
+        or any(part is not None for part in (sampling.allowed, sampling.banned, sampling.grammar, sampling.bias))
+        or np.count_nonzero(sampling.has_penalties)
     )
 
 

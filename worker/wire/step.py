@@ -1,14 +1,19 @@
 """A step's request becomes a checked batch, and its result an answer."""
 
+from typing import Protocol
+
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import SampledLogprobs, StepBatch, StepResult
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.trace_context import trace_id_of
-from modelworker.worker.wire.checks import CHECKS, StepFields
+from modelworker.worker.wire.checks import CHECKS, Check, StepFields
 from modelworker.worker.wire.content import MessageSchema, digest_without, refuse_unknown_fields
+from modelworker.worker.wire.feedback import check_feedback_tokens, check_sequence_ids
 from modelworker.worker.wire.info import graph_mode_name
+from modelworker.worker.wire.maintenance import check_maintenance
+from modelworker.worker.wire.prompt_logprobs import encode_prompt_logprobs, parse_prompt_logprobs
 from modelworker.worker.wire.sampling import parse_sampling
 from modelworker.worker.wire.sizes import refuse_long_arrays
 from modelworker.worker.wire.unbuilt import refuse_unbuilt_fields
@@ -19,6 +24,8 @@ _RESET_SCHEMA = MessageSchema.of(pb.ResetKvCacheRequest())
 
 # Each costs a microsecond; a request whose arrays are packed has at most 39.
 _MAX_RAW_FIELDS = 128
+
+_CHECKS: tuple[Check, ...] = (*CHECKS, check_sequence_ids, check_feedback_tokens, check_maintenance)
 
 # What may differ between two tries of one step.
 _NOT_CONTENT = frozenset(
@@ -33,6 +40,7 @@ def parse_step(
     arrival_ns: int,
     deadline_ns: int | None,
     raw: bytes | None = None,
+    keeps_request: bool = False,
 ) -> StepBatch:
     """Hot path: makes a checked batch of a request, which may contain anything.
 
@@ -42,6 +50,7 @@ def parse_step(
         arrival_ns: `time.monotonic_ns()` of the request's arrival.
         deadline_ns: `time.monotonic_ns()` of the RPC's deadline, or None.
         raw: the bytes that the request was parsed from; None: they are gone.
+        keeps_request: the batch has the request's bytes in it, to be recorded.
 
     Returns:
         A batch of which everything that wire and engine rely on is true.
@@ -53,9 +62,10 @@ def parse_step(
     _check_before_copying(request, description, violations)
     digest = _check_content(request, raw, violations)
     fields = StepFields.of(request)
-    for check in CHECKS:
+    for check in _CHECKS:
         check(fields, description, violations)
-    sampling = parse_sampling(request, fields.num_sequences, description.model.vocab_size, violations)
+    sampling = parse_sampling(fields, description, violations)
+    prompt_logprobs = parse_prompt_logprobs(fields, description, violations)
     violations.raise_if_any()
     return StepBatch(
         step_id=request.step_id,
@@ -66,13 +76,21 @@ def parse_step(
         deadline_ns=_deadline(arrival_ns, request.timeout_ms, deadline_ns),
         digest=digest,
         traceparent=request.traceparent if trace_id_of(request.traceparent) else "",
+        sequence_ids=fields.sequence_ids,
         query_lens=fields.query_lens,
         context_lens=fields.context_lens,
         token_ids=fields.token_ids,
+        draft_lens=fields.draft_lens if len(fields.draft_lens) else np.zeros(fields.num_sequences, np.int32),
         block_counts=fields.block_counts,
         block_ids=fields.block_ids,
         sample=fields.sample if len(fields.sample) else np.ones(fields.num_sequences, np.bool_),
         sampling=sampling,
+        finished_sequence_ids=fields.finished_sequence_ids,
+        zero_block_ids=fields.zero_block_ids,
+        copy_source_ids=fields.copy_source_ids,
+        copy_destination_ids=fields.copy_destination_ids,
+        prompt_logprobs=prompt_logprobs,
+        request=(raw or request.SerializeToString()) if keeps_request else b"",
     )
 
 
@@ -84,7 +102,7 @@ def _check_before_copying(request: pb.ExecuteStepRequest, description: WorkerDes
     """
     refuse_long_arrays(request, description, violations)
     is_too_long = not violations.is_empty
-    refuse_unbuilt_fields(request, len(request.query_lens), violations)
+    refuse_unbuilt_fields(request, violations)
     if is_too_long:
         violations.raise_if_any()
 
@@ -115,16 +133,26 @@ def _deadline(arrival_ns: int, timeout_ms: int, deadline_ns: int | None) -> int 
     return timeout_at_ns if deadline_ns is None else min(timeout_at_ns, deadline_ns)
 
 
-def encode_result(batch: StepBatch, result: StepResult, worker_epoch: int) -> pb.ExecuteStepResponse:
+class StepIdentity(Protocol):
+    """What an answer repeats of its step, so that the step itself need not be kept until then."""
+
+    @property
+    def step_id(self) -> int: ...  # noqa: D102
+    @property
+    def client_tag(self) -> int: ...  # noqa: D102
+
+
+def encode_result(step: StepIdentity, result: StepResult, worker_epoch: int) -> pb.ExecuteStepResponse:
     """Hot path: makes the answer to a step that was executed in `worker_epoch`."""
     graph, timings = result.graph, result.timings
     return pb.ExecuteStepResponse(
         worker_epoch=worker_epoch,
-        step_id=batch.step_id,
-        client_tag=batch.client_tag,
+        step_id=step.step_id,
+        client_tag=step.client_tag,
         sampled_counts=result.sampled_counts.tolist(),
         sampled_ids=result.sampled_ids.tolist(),
         logprobs=None if result.logprobs is None else _encode_logprobs(result.logprobs),
+        prompt_logprobs=None if result.prompt_logprobs is None else encode_prompt_logprobs(result.prompt_logprobs),
         sequence_errors=[
             pb.SequenceError(index=failure.index, code=failure.code.name, message=failure.message)
             for failure in result.sequence_errors

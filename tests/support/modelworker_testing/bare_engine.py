@@ -11,12 +11,14 @@ from torch import nn
 
 from modelworker.compiler.counters import CompileCounters
 from modelworker.ops.cpu.packing import WeightArena
+from modelworker.worker.counters import Counters
 from modelworker.worker.cpu_kernels import CpuKernels
 from modelworker.worker.decoder_setup import DecoderParts, prepare_decoder
 from modelworker.worker.describe import describe_execution, describe_limits, describe_model, describe_versions
 from modelworker.worker.description import SelfCheck, WorkerDescription
 from modelworker.worker.engine import Engine
 from modelworker.worker.execution_plan import plan_execution
+from modelworker.worker.feedback import FeedbackTable
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.machine import read_machine
 from modelworker.worker.models.causal_lm import CausalLM
@@ -101,7 +103,20 @@ def build_bare_engine(
             degradations=(*kernels.degradations, *missing_kernels(ops), *decoder.degradations),
             versions=describe_versions(device),
         )
-        return Engine(model=model, kv_cache=kv_cache, runner=decoder.runner, description=description, device=device)
+        feedback = FeedbackTable.of(
+            description.limits,
+            max_model_len=max_model_len,
+            idle_seconds=settings.feedback.feedback_idle_seconds,
+            counters=Counters(),
+        )
+        return Engine(
+            model=model,
+            kv_cache=kv_cache,
+            runner=decoder.runner,
+            feedback=feedback,
+            description=description,
+            device=device,
+        )
 
 
 def model_config_of(fields: Mapping[str, Any]) -> ModelConfig:

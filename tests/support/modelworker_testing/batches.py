@@ -1,6 +1,7 @@
 """Checked steps, made directly."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,3 +22,8 @@ def make_batch(rows: Sequence[tuple[int, int, Sequence[int]]], *, vocab_size: in
             for query_len, context_len, table in rows
         ]
     )
+
+
+def with_drafts(batch: StepBatch) -> StepBatch:
+    """Returns the step with all tokens of rows over context drafts, but for the first of each."""
+    return replace(batch, draft_lens=np.where(batch.context_lens > 0, batch.query_lens - 1, 0).astype(np.int32))

@@ -23,7 +23,7 @@ from modelworker.worker.client import build_step
 WANTED = torch.randn(101, 101, generator=torch.Generator().manual_seed(3)) * 3
 BEST = WANTED.argmax(-1).tolist()
 NUM_BLOCKS = 512
-KINDS = {"good": 100, "bad": 40, "cancelling": 30, "slow": 20, "huge": 10}
+KINDS = {"good": 80, "streaming": 20, "bad": 40, "cancelling": 30, "slow": 20, "huge": 10}
 
 Outcomes = collections.Counter[str]
 
@@ -43,6 +43,28 @@ async def good(stub: ModelWorkerStub, chance: random.Random, outcomes: Outcomes)
         await asyncio.sleep(0.05)
     else:
         outcomes["good right" if list(answer.sampled_ids) == [BEST[token] for token in tokens] else "good WRONG"] += 1
+
+
+async def streaming(stub: ModelWorkerStub, chance: random.Random, outcomes: Outcomes) -> None:
+    """Has several steps in flight, a bad one among them at times, and goes away before the last answers at times."""
+    steps = [[chance.randrange(101) for _ in range(chance.randrange(1, 9))] for _ in range(chance.randrange(1, 9))]
+    bad_one = chance.randrange(20)
+    call = stub.ExecuteSteps(timeout=30)
+    for index, tokens in enumerate(steps):
+        request = decode(tokens, chance.randrange(400))
+        request.client_tag = index
+        if index == bad_one:
+            request.token_ids[0] = -5
+        await call.write(request)
+    await call.done_writing()
+    for index in range(chance.randrange(1, len(steps) + 1) if chance.random() < 0.3 else len(steps)):
+        answer = await call.read()
+        right = [BEST[token] for token in steps[index]]
+        if answer.client_tag == index and answer.WhichOneof("result") == "ok":
+            outcomes["stream right" if list(answer.ok.sampled_ids) == right else "stream WRONG"] += 1
+        else:
+            outcomes[f"stream {'bad' if index == bad_one else 'good'} {answer.error.code}"] += 1
+    call.cancel()
 
 
 async def bad(stub: ModelWorkerStub, chance: random.Random, outcomes: Outcomes) -> None:

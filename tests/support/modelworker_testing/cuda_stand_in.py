@@ -149,7 +149,7 @@ def generated_cuda_source(program: Program, piece: UniquePiece, source: ModelSou
         mock.patch.object(inductor, "compile_fx_inner", compile_for_cuda),
     ):
         try:
-            compile_pieces(source, program, [piece], CompileSettings(), (), CompileCounters(), None, lambda done, total: None)
+            compile_pieces(source, program, [piece], CompileSettings(), (), CompileCounters(), lambda done, total: None)
         except _Generated as generated:
             return str(generated.args[0])
     raise AssertionError("Inductor generated nothing")

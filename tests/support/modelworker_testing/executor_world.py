@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult, StepTimings
+from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult, StepTimings, UInt64Array
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import (
     ExecutionDescription,
@@ -63,6 +63,7 @@ class KvEngine:
         self.thread = threading.current_thread()
         self.thread_ids = {threading.get_ident()}
         self.num_resets = 0
+        self.releases: list[tuple[list[int], int]] = []  # (sequence ids, steps executed before)
         self.before_step: Callable[[StepBatch], object] = lambda batch: None
         self.before_reset: Callable[[], object] = lambda: None
         self.description = describe()
@@ -94,6 +95,12 @@ class KvEngine:
         self.before_reset()
         self.num_resets += 1
         self.cache[:] = 0
+
+    def release_sequences(self, sequence_ids: UInt64Array) -> int:
+        """All sequences count as known."""
+        self.thread_ids.add(threading.get_ident())
+        self.releases.append((sequence_ids.tolist(), len(self.executed)))
+        return len(sequence_ids)
 
     def _checksum(self, batch: StepBatch, row: int) -> int:
         tokens = self.cache[batch.block_tables[row]].reshape(-1)[: batch.seq_lens[row]]
@@ -167,13 +174,19 @@ def step_of(
         deadline_ns=None if deadline_seconds is None else now_ns + int(deadline_seconds * 1e9),
         digest=repr((step_id, epoch, router, tokens, context, blocks)).encode() if step_id else b"",
         traceparent="",
+        sequence_ids=np.zeros(0, np.uint64),
         query_lens=np.array([len(tokens)], np.int32),
         context_lens=np.array([context], np.int32),
         token_ids=np.array(tokens, np.int32),
+        draft_lens=np.zeros(1, np.int32),
         block_counts=np.array([len(blocks)], np.int32),
         block_ids=np.array(blocks, np.int32),
         sample=np.ones(1, np.bool_),
         sampling=None,
+        finished_sequence_ids=np.zeros(0, np.uint64),
+        zero_block_ids=np.zeros(0, np.int32),
+        copy_source_ids=np.zeros(0, np.int32),
+        copy_destination_ids=np.zeros(0, np.int32),
     )
 
 

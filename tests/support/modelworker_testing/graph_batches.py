@@ -10,10 +10,11 @@ Rows = list[tuple[int, int]]
 """(query length, context length) of each row."""
 
 
-def arrays_of(rows: Rows) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Query and context lengths."""
+def arrays_of(rows: Rows) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Query, context and draft lengths: over context, all tokens of a row but its first are drafts."""
     table = np.array(rows, np.int32).reshape(-1, 2)
-    return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
+    query_lens, context_lens = np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
+    return query_lens, context_lens, np.where(context_lens > 0, query_lens - 1, 0).astype(np.int32)
 
 
 def shape_of(rows: Rows, settings: GraphSettings) -> StepShape:

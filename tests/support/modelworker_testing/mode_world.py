@@ -91,7 +91,9 @@ class ModeWorld:
 
     def ways(self, batch: StepBatch) -> dict[str, Way]:
         """The ways to run a step: plain, compiled, every FULL graph that fits, and the smallest and the largest PIECEWISE one."""
-        shape = step_shape(batch.query_lens, batch.context_lens, DECODE_QUERY_LENS)
+        # A graph for drafts computes a chunk of that length as well.
+        draft_lens = np.where(batch.context_lens > 0, batch.query_lens - 1, 0)
+        shape = step_shape(batch.query_lens, batch.context_lens, draft_lens, DECODE_QUERY_LENS)
         fitting = [key for key in self.engine.runner.captured if fits(key, shape)]
         pieces = sorted((key for key in fitting if key.mode is RuntimeMode.PIECEWISE), key=lambda key: key.num_tokens)
         keys = [*(key for key in fitting if key.mode is RuntimeMode.FULL), *pieces[:1], *pieces[1:][-1:]]

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto import model_worker_pb2_grpc
-from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult
+from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult, UInt64Array
 from modelworker.worker.description import (
     ExecutionDescription,
     KvCacheDescription,
@@ -24,10 +24,10 @@ from modelworker.worker.description import (
     StepLimits,
     WorkerDescription,
 )
-from modelworker.worker.interceptor import STATUS_DETAILS_KEY
 from modelworker.worker.progress import LogProgress
 from modelworker.worker.server import BuildEngine, ExitCode, WorkerServer
 from modelworker.worker.settings import WorkerSettings
+from modelworker.worker.statuses import STATUS_DETAILS_KEY
 from modelworker.worker.telemetry import configure_logging
 
 VOCAB_SIZE = 1000
@@ -53,19 +53,23 @@ class SumEngine:
     Attributes:
         before_step: called on the engine thread before each step; a test may wait or raise in it.
         executed: step ids in the order of their execution.
+        released: of each release, what was executed before and the sequence ids, all of which count as known.
     """
 
     def __init__(self, settings: WorkerSettings, *, num_blocks: int = 30_000) -> None:
         self.description = describe(settings, num_blocks)
         self.before_step: Callable[[StepBatch], None] = lambda batch: None
         self.executed: list[int] = []
+        self.released: list[tuple[list[int], list[int]]] = []
         self._slots = np.zeros(num_blocks * BLOCK_SIZE, np.int64)
 
     def step(self, batch: StepBatch) -> StepResult:
         self.before_step(batch)
         self.executed.append(batch.step_id)
         self._slots[batch.slots(BLOCK_SIZE)] = batch.token_ids
-        tokens = self._slots.reshape(-1, BLOCK_SIZE)[batch.block_tables].reshape(batch.num_sequences, -1)
+        tokens = self._slots.reshape(-1, BLOCK_SIZE)[batch.block_tables].reshape(
+            batch.num_sequences, batch.block_tables.shape[1] * BLOCK_SIZE
+        )
         sums = np.where(np.arange(tokens.shape[1]) < batch.seq_lens[:, None], tokens, 0).sum(1) % VOCAB_SIZE
         return StepResult(
             sampled_counts=batch.sample.astype(np.int32),
@@ -84,6 +88,10 @@ class SumEngine:
 
     def reset_kv_cache(self) -> None:
         self._slots[:] = 0
+
+    def release_sequences(self, sequence_ids: UInt64Array) -> int:
+        self.released.append((list(self.executed), sequence_ids.tolist()))
+        return len(sequence_ids)
 
 
 def describe(settings: WorkerSettings, num_blocks: int) -> WorkerDescription:

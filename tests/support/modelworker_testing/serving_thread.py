@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from modelworker.worker.settings import WorkerSettings
-from modelworker_testing.serving import running_server
+from modelworker_testing.serving import Running, running_server
 
 
 @contextmanager
@@ -41,3 +41,22 @@ def server_on_a_thread(settings: WorkerSettings | None = None) -> Iterator[str]:
         thread.join()
         for error in errors:
             raise error
+
+
+@contextmanager
+def served_in_thread(settings: WorkerSettings | None = None) -> Iterator[Running]:
+    """The worker's server on another thread's event loop, for blocking clients."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    context = running_server(settings)
+    try:
+        running = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(30)
+        try:
+            yield running
+        finally:
+            asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(60)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -140,6 +140,8 @@ def valid_requests(draw: st.DrawFn, *, max_model_len: int = MAX_MODEL_LEN, block
     request.token_ids[:] = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=num_tokens, max_size=num_tokens))
     _draw_identity(draw, request)
     _draw_sampling(draw, request, len(rows))
+    _draw_maintenance(draw, request, block_size)
+    _draw_tokens(draw, request)
     return request
 
 
@@ -148,6 +150,11 @@ def _draw_identity(draw: st.DrawFn, request: pb.ExecuteStepRequest) -> None:
         request.step_id = draw(st.integers(1, 2**64 - 1))
         request.worker_epoch = draw(st.integers(1, 2**64 - 1))
         request.router_id = draw(st.integers(1, 2**64 - 1))
+    if draw(st.booleans()):
+        num_sequences = len(request.query_lens)
+        ids = st.integers(0, 2**64 - 1)
+        request.sequence_ids.extend(draw(st.lists(ids, min_size=num_sequences, max_size=num_sequences, unique=True)))
+        request.finished_sequence_ids.extend(draw(st.lists(ids | st.integers(0, 3), max_size=MAX_SEQUENCES)))
     request.client_tag = draw(st.integers(0, 2**64 - 1))
     request.timeout_ms = draw(st.sampled_from((0, 1, 5000, 2**32 - 1)))
     if draw(st.booleans()):
@@ -167,10 +174,55 @@ def _draw_sampling(draw: st.DrawFn, request: pb.ExecuteStepRequest, num_sequence
         sampling.min_p.extend(per_row(st.floats(0, 1, width=32, exclude_max=True)))
         sampling.seed.extend(per_row(st.integers(0, 2**64 - 1)))
         sampling.has_seed.extend(per_row(st.booleans()))
-        sampling.num_logprobs.extend(per_row(st.sampled_from((-1, 0))))
+        sampling.num_logprobs.extend(per_row(st.sampled_from((-1, 0, 20))))
         sampling.logprobs_mode.extend(per_row(st.sampled_from((0, 1))))
-        sampling.presence.extend(per_row(st.just(0.0)))
-        sampling.repetition.extend(per_row(st.just(1.0)))
+        sampling.presence.extend(per_row(st.sampled_from((0.0, -2.0, 2.0))))
+        sampling.frequency.extend(per_row(st.sampled_from((0.0, 0.5))))
+        sampling.repetition.extend(per_row(st.sampled_from((1.0, 1.25))))
+
+
+def _draw_tokens(draw: st.DrawFn, request: pb.ExecuteStepRequest) -> None:
+    """Drafts, histories, lists, masks and prompt logprobs."""
+    rows = range(len(request.query_lens))
+    ids = st.integers(0, VOCAB_SIZE - 1)
+    samples = list(request.sample) or [True] * len(rows)
+    drafts = [request.query_lens[row] - 1 if samples[row] and draw(st.booleans()) else 0 for row in rows]
+    if any(drafts) or draw(st.booleans()):
+        request.draft_lens.extend(drafts)
+    if draw(st.booleans()) or any(_has_penalties(request, row) for row in rows):
+        history: list[list[int]] = []
+        for row in rows:
+            context = request.context_lens[row]
+            length = draw(st.integers(context, context + request.query_lens[row] - drafts[row]))
+            history.append(draw(st.lists(ids, min_size=length, max_size=length)))
+            request.history.prompt_lens.append(draw(st.integers(0, length)))
+            request.history.output_lens.append(length - request.history.prompt_lens[row])
+        request.history.token_ids.extend(token for row in history for token in row)
+    lists = st.lists(ids, max_size=3, unique=True)
+    for part in (request.allowed_ids, request.banned_ids, request.logit_bias):
+        if draw(st.booleans()):
+            chosen = [draw(lists) for _ in rows]
+            part.counts.extend(map(len, chosen))
+            part.token_ids.extend(token for row in chosen for token in row)
+    request.logit_bias.values.extend(draw(st.floats(-100, 100, width=32)) for _ in request.logit_bias.token_ids)
+    if draw(st.booleans()):
+        request.grammar.rows.extend(row for row in rows if row % 2 for _ in range(1 + drafts[row]))
+        request.grammar.bitmasks = bytes(len(request.grammar.rows) * 16)
+    if draw(st.booleans()):
+        request.prompt_logprobs.extend(draw(st.booleans()) for _ in rows)
+        request.next_prompt_ids.extend(draw(ids) if request.prompt_logprobs[row] else -1 for row in rows)
+
+
+def _draw_maintenance(draw: st.DrawFn, request: pb.ExecuteStepRequest, block_size: int) -> None:
+    """Any copies, and zeroes for blocks that are no context or are copied into."""
+    blocks = st.integers(1, NUM_BLOCKS - 1)
+    destinations = draw(st.just([]) | st.lists(blocks, max_size=5, unique=True))
+    if destinations:
+        request.block_copies.destination_ids.extend(destinations)
+        request.block_copies.source_ids.extend(draw(st.lists(blocks, min_size=len(destinations), max_size=len(destinations))))
+    context = context_blocks(request, block_size) - set(destinations)
+    zeroed = draw(st.just([]) | st.lists(blocks, max_size=5))
+    request.zero_block_ids.extend(block for block in zeroed if block not in context)
 
 
 def field_values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -238,6 +290,23 @@ def tables_of(request: pb.ExecuteStepRequest) -> list[list[int]]:
     return tables
 
 
+def context_blocks(request: pb.ExecuteStepRequest, block_size: int = BLOCK_SIZE) -> set[int]:
+    """The blocks that hold context of a row."""
+    return {
+        block
+        for table, context in zip(tables_of(request), request.context_lens, strict=True)
+        for index, block in enumerate(table)
+        if index * block_size < context
+    }
+
+
+def zero_blocks(request: pb.ExecuteStepRequest) -> set[int]:
+    """The blocks that are zero after the step's maintenance, of a cache in which no other block is."""
+    zeroed = set(request.zero_block_ids)
+    copies = dict(zip(request.block_copies.destination_ids, request.block_copies.source_ids, strict=True))
+    return {block for block in range(NUM_BLOCKS) if copies.get(block, block) in zeroed}
+
+
 def token_places(request: pb.ExecuteStepRequest, block_size: int = BLOCK_SIZE) -> list[tuple[int, int, int]]:
     """(row, position, slot) of each new token."""
     places = []
@@ -260,7 +329,11 @@ def is_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -> bool:
         and _identity_is_valid(request)
         and _rows_are_valid(request, worker)
         and _writes_are_valid(request, worker.kv_cache.block_size)
+        and _feedback_is_valid(request)
+        and _maintenance_is_valid(request, worker)
         and _sampling_is_valid(request)
+        and _drafts_are_valid(request)
+        and _tokens_are_valid(request, worker)
     )
 
 
@@ -270,27 +343,12 @@ def _has_unknown_fields(message: Message) -> bool:
 
 
 def _asks_only_for_what_is_built(request: pb.ExecuteStepRequest) -> bool:
-    num_sequences = len(request.query_lens)
-    for name in (
-        "sequence_ids", "zero_block_ids", "finished_sequence_ids", "lora_index", "history", "logit_bias", "allowed_ids",
-        "banned_ids", "grammar", "block_copies", "draft_probabilities", "return_hidden",
-    ):  # fmt: skip
+    for name in ("lora_index", "draft_probabilities", "return_hidden"):
         field = request.DESCRIPTOR.fields_by_name[name]
         is_message = field.type == FieldDescriptor.TYPE_MESSAGE
         if request.HasField(name) if is_message else bool(getattr(request, name)):
             return False
-    sampling = request.sampling
-    return all(
-        len(values) in {0, num_sequences} and all(value == neutral for value in values)
-        for values, neutral in (
-            (request.draft_lens, 0),
-            (request.prompt_logprobs, False),
-            (request.next_prompt_ids, -1),
-            (sampling.presence, 0),
-            (sampling.frequency, 0),
-            (sampling.repetition, 1),
-        )
-    )
+    return True
 
 
 def _identity_is_valid(request: pb.ExecuteStepRequest) -> bool:
@@ -310,7 +368,7 @@ def _rows_are_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -
         and all(
             _row_is_valid(*row, worker) for row in zip(request.context_lens, request.query_lens, request.block_counts, strict=True)
         )
-        and all(0 <= token < worker.model.vocab_size for token in request.token_ids)
+        and all(-1 <= token < worker.model.vocab_size for token in request.token_ids)
         and all(0 < block < worker.kv_cache.num_blocks for block in request.block_ids)
     )
 
@@ -334,6 +392,35 @@ def _writes_are_valid(request: pb.ExecuteStepRequest, block_size: int) -> bool:
     return all(tables[row].count(slot // block_size) == 1 for row, _, slot in places)
 
 
+def _feedback_is_valid(request: pb.ExecuteStepRequest) -> bool:
+    ids = list(request.sequence_ids)
+    if ids and (len(ids) != len(request.query_lens) or len(set(ids)) < len(ids)):
+        return False
+    drafts = list(request.draft_lens) or [0] * len(request.query_lens)
+    start = 0
+    for row, query_len in enumerate(request.query_lens):
+        tokens = request.token_ids[start : start + query_len]
+        start += query_len
+        if -1 in tokens[1:]:
+            return False
+        is_feedback = -1 in tokens
+        if is_feedback and (query_len != 1 + drafts[row] or not ids or request.step_id == 0 or row in request.grammar.rows):
+            return False
+    return True
+
+
+def _maintenance_is_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -> bool:
+    copies, zeroed = request.block_copies, set(request.zero_block_ids)
+    destinations = set(copies.destination_ids)
+    return (
+        len(copies.source_ids) == len(copies.destination_ids) == len(destinations)
+        and all(0 < block < worker.kv_cache.num_blocks for block in {*zeroed, *copies.source_ids, *destinations})
+        and not (zeroed - destinations) & context_blocks(request, worker.kv_cache.block_size)
+        and len(request.zero_block_ids) < worker.kv_cache.num_blocks
+        and len(request.finished_sequence_ids) <= max(worker.limits.max_feedback_sequences, worker.limits.max_sequences)
+    )
+
+
 def _sampling_is_valid(request: pb.ExecuteStepRequest) -> bool:
     ranges = {
         "temperature": lambda value: value == 0 or (value >= 9.999999747378752e-06 and not math.isinf(value)),
@@ -342,10 +429,109 @@ def _sampling_is_valid(request: pb.ExecuteStepRequest) -> bool:
         "min_p": lambda value: 0 <= value < 1,
         "seed": lambda value: True,
         "has_seed": lambda value: True,
-        "num_logprobs": lambda value: value in (-1, 0),
+        "num_logprobs": lambda value: -1 <= value <= 20,
         "logprobs_mode": lambda value: value in (0, 1),
+        "presence": lambda value: -2 <= value <= 2,
+        "frequency": lambda value: -2 <= value <= 2,
+        "repetition": lambda value: 0 < value < math.inf,
     }
     return all(
         len(getattr(request.sampling, name)) in {0, len(request.query_lens)} and all(map(valid, getattr(request.sampling, name)))
         for name, valid in ranges.items()
+    )
+
+
+def _samples(request: pb.ExecuteStepRequest, row: int) -> bool:
+    return request.sample[row] if request.sample else True
+
+
+def _draft_len(request: pb.ExecuteStepRequest, row: int) -> int:
+    return request.draft_lens[row] if request.draft_lens else 0
+
+
+def _has_penalties(request: pb.ExecuteStepRequest, row: int) -> bool:
+    arrays = ((request.sampling.presence, 0), (request.sampling.frequency, 0), (request.sampling.repetition, 1))
+    return any(values[row] != neutral for values, neutral in arrays if values)
+
+
+def _drafts_are_valid(request: pb.ExecuteStepRequest) -> bool:
+    if len(request.draft_lens) not in {0, len(request.query_lens)}:
+        return False
+    return all(
+        drafts == 0 or (drafts > 0 and request.query_lens[row] == 1 + drafts and _samples(request, row))
+        for row, drafts in enumerate(request.draft_lens)
+    )
+
+
+def _tokens_are_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -> bool:
+    return (
+        all(_list_is_valid(part, request, worker) for part in (request.allowed_ids, request.banned_ids, request.logit_bias))
+        and _bias_is_valid(request)
+        and _history_is_valid(request, worker)
+        and _grammar_is_valid(request, worker)
+        and _prompt_logprobs_are_valid(request, worker)
+    )
+
+
+def _are_tokens(ids: Any, worker: WorkerDescription) -> bool:
+    return all(0 <= token < worker.model.vocab_size for token in ids)
+
+
+def _list_is_valid(part: Any, request: pb.ExecuteStepRequest, worker: WorkerDescription) -> bool:
+    if not part.counts and not part.token_ids:
+        return True
+    return (
+        len(part.counts) == len(request.query_lens)
+        and all(count >= 0 for count in part.counts)
+        and sum(part.counts) == len(part.token_ids)
+        and _are_tokens(part.token_ids, worker)
+    )
+
+
+def _bias_is_valid(request: pb.ExecuteStepRequest) -> bool:
+    bias = request.logit_bias
+    rows = [row for row, count in enumerate(bias.counts) for _ in range(count)]
+    return (
+        len(bias.values) == len(bias.token_ids)
+        and len(set(zip(rows, bias.token_ids, strict=True))) == len(rows)
+        and all(map(math.isfinite, bias.values))
+    )
+
+
+def _history_is_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -> bool:
+    history, rows = request.history, range(len(request.query_lens))
+    if history.prompt_lens or history.output_lens or history.token_ids:
+        if not (
+            len(history.prompt_lens) == len(history.output_lens) == len(rows)
+            and all(length >= 0 for length in (*history.prompt_lens, *history.output_lens))
+            and sum(history.prompt_lens) + sum(history.output_lens) == len(history.token_ids)
+            and _are_tokens(history.token_ids, worker)
+        ):
+            return False
+        lengths = [prompt + output for prompt, output in zip(history.prompt_lens, history.output_lens, strict=True)]
+    else:
+        lengths = [0 for _ in rows]
+    return all(
+        context <= lengths[row] <= context + request.query_lens[row] - _draft_len(request, row)
+        for row, context in enumerate(request.context_lens)
+        if _has_penalties(request, row) and _samples(request, row)
+    )
+
+
+def _grammar_is_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -> bool:
+    rows = list(request.grammar.rows)
+    return (
+        rows == sorted(rows)
+        and all(0 <= row < len(request.query_lens) for row in rows)
+        and all(rows.count(row) == 1 + _draft_len(request, row) for row in rows)
+        and len(request.grammar.bitmasks) == len(rows) * 4 * -(-worker.model.vocab_size // 32)
+    )
+
+
+def _prompt_logprobs_are_valid(request: pb.ExecuteStepRequest, worker: WorkerDescription) -> bool:
+    wanted, next_ids, num_sequences = request.prompt_logprobs, request.next_prompt_ids, len(request.query_lens)
+    if len(wanted) not in {0, num_sequences} or len(next_ids) not in {0, num_sequences}:
+        return False
+    return all(
+        token == -1 or (0 <= token < worker.model.vocab_size and bool(wanted) and wanted[row]) for row, token in enumerate(next_ids)
     )

@@ -1,7 +1,7 @@
 """What goes into the scheduler and what comes out: requests, settings, events."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -37,7 +37,15 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
     num_logprobs: int = -1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far count."""
+        return (self.presence, self.frequency, self.repetition) != (0.0, 0.0, 1.0)
 
     def check(self) -> None:
         """Raises RequestError, naming the parameter, where one is out of range: the worker would refuse the whole step."""
@@ -47,6 +55,9 @@ class Sampling:
             "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
             "min_p": (0.0 <= self.min_p < 1.0, "in [0, 1)"),
             "seed": (self.seed is None or 0 <= self.seed < 2**64, "an unsigned 64-bit integer"),
+            "presence": (-2.0 <= self.presence <= 2.0, "in [-2, 2]"),
+            "frequency": (-2.0 <= self.frequency <= 2.0, "in [-2, 2]"),
+            "repetition": (0.0 < self.repetition < float("inf"), "above 0"),
             "num_logprobs": (-1 <= self.num_logprobs <= 20, "-1 .. 20"),
         }
         for name, (is_right, expected) in checks.items():
@@ -55,8 +66,10 @@ class Sampling:
 
     def check_capabilities(self, capabilities: Collection[str]) -> None:
         """Raises RequestError where the worker does not implement what is asked for: it would refuse the whole step."""
-        if self.num_logprobs > 0 and "sampling.num_logprobs" not in capabilities:
-            raise RequestError(f"num_logprobs: found {self.num_logprobs}, but this worker only has that of the sampled token (0)")
+        if self.num_logprobs >= 0 and "sampling.num_logprobs" not in capabilities:
+            raise RequestError(f"num_logprobs: found {self.num_logprobs}, but this worker does not implement it")
+        if self.has_penalties and "history" not in capabilities:
+            raise RequestError("presence, frequency, repetition: this worker does not implement penalties")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +88,31 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: frozenset[int] | None = None
 
+    def with_seed_offset(self, offset: int) -> "Request":
+        """Returns the same request with another seed, if it has one: otherwise several of it would get the same tokens."""
+        seed = self.sampling.seed
+        return self if seed is None or offset == 0 else replace(self, sampling=replace(self.sampling, seed=(seed + offset) % 2**64))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerSettings:
-    """Limits below the worker's own (None: the worker's), and the order in which blocks are handed out."""
+    """How steps are made; a limit that is None is the worker's own.
+
+    Attributes:
+        prefill_chunk: largest part of a prompt in a step.
+        max_sequences: rows of a step, and sequences with blocks.
+        max_tokens_per_step: of all rows.
+        max_blocks: KV cache blocks in use.
+        block_order: in which they are handed out.
+        num_drafts: tokens to guess and have verified with each one that is sampled; 0: none.
+    """
 
     prefill_chunk: int | None = None
     max_sequences: int | None = None
     max_tokens_per_step: int | None = None
     max_blocks: int | None = None
     block_order: BlockOrder = "ascending"
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,12 +161,17 @@ class KvCacheRecomputed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepExecuted:
-    """A step was executed: what it was, how it ran, and how long it took from here (`round_trip_ms`) and there (`worker_ms`)."""
+    """A step was executed: what it was, how it ran, and how long it took from here (`round_trip_ms`) and there (`worker_ms`).
+
+    Of `num_drafts` guessed tokens `num_accepted` were right. In a pipeline, the round trip has the wait for the steps before in it.
+    """
 
     step_id: int
     num_tokens: int
     num_sequences: int
     num_decodes: int
+    num_drafts: int
+    num_accepted: int
     mode: str
     padded_tokens: int
     round_trip_ms: float

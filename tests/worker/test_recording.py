@@ -1,0 +1,385 @@
+"""What a recording holds, where it begins and ends, and what is refused."""
+
+import contextlib
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelworker.worker.batch import StepBatch, StepResult
+from modelworker.worker.cli import main
+from modelworker.worker.counters import Counters
+from modelworker.worker.errors import PreconditionError, PreconditionReason, SettingsError, SetupError
+from modelworker.worker.recording import RecordedStep, RecordingEngine, ReleasedSequences, StepRecorder, prepare_folder, read_steps
+from modelworker.worker.recording_file import Record, RecordingFile, RecordingHeader, RecordKind, create_file, encode_header
+from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, RecordingSettings, WorkerSettings
+from modelworker.worker.settings_record import settings_as_record, settings_from_record, with_overrides
+from modelworker.worker.wire import parse_step
+from modelworker_testing.serving import SumEngine, async_test, running_server, step_request
+
+
+class SeededSumEngine(SumEngine):
+    """A `SumEngine` that notes with which numbers its open rows were seeded."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        super().__init__(settings)
+        self.seeds: list[int] = []
+
+    def seed_open_rows(self, number: int) -> None:
+        self.seeds.append(number)
+
+
+def settings_for(folder: Path, limit: int = 2**20) -> WorkerSettings:
+    return WorkerSettings(recording=RecordingSettings(record_steps=str(folder), record_steps_limit=limit))
+
+
+class World:
+    """A recorded engine."""
+
+    def __init__(self, folder: Path, *, limit: int = 2**20, max_pending_bytes: int = 2**20) -> None:
+        settings = settings_for(folder, limit)
+        prepare_folder(folder)
+        self.folder = folder
+        self.inner = SeededSumEngine(settings)
+        self.counters = Counters()
+        self.recorder = StepRecorder(settings, self.inner.description, self.counters, max_pending_bytes=max_pending_bytes)
+        self.engine = RecordingEngine(self.inner, self.recorder, str(folder))
+
+    def batch(self, tokens: list[int], **fields: object) -> StepBatch:
+        request = step_request(tokens, **fields)
+        return parse_step(request, self.inner.description, arrival_ns=0, deadline_ns=None, keeps_request=True)
+
+    def step(self, *tokens: int) -> StepResult:
+        return self.engine.step(self.batch(list(tokens)))
+
+    def read(self) -> list[list[RecordedStep | ReleasedSequences | str]]:
+        """Closes the recorder, and reads the files in their order."""
+        self.recorder.close()
+        return [list(read_steps(RecordingFile(path))) for path in sorted(self.folder.iterdir())]
+
+
+def tokens_of(steps: list[RecordedStep | ReleasedSequences | str]) -> list[tuple[list[int], list[int]]]:
+    """Tokens in and out of each step."""
+    return [
+        (list(step.request.token_ids), list(step.answer.sampled_ids))
+        for step in steps
+        if isinstance(step, RecordedStep) and step.answer is not None
+    ]
+
+
+def fail(error: Exception) -> Callable[[StepBatch], None]:
+    def before_step(batch: StepBatch) -> None:
+        raise error
+
+    return before_step
+
+
+def test_steps_are_recorded_in_the_order_of_execution_with_their_answers_and_seeds(tmp_path: Path) -> None:
+    world = World(tmp_path / "steps")
+    for token in range(50):
+        world.step(token, token + 1)
+    (steps,) = world.read()
+    assert tokens_of(steps) == [([token, token + 1], [2 * token + 1]) for token in range(50)]
+    assert [step.seed for step in steps if isinstance(step, RecordedStep)] == world.inner.seeds
+    assert len(set(world.inner.seeds)) == 50
+    assert world.counters.snapshot()["steps_recorded_total"] == 50
+
+
+def test_an_epoch_without_steps_makes_no_file_and_each_other_one_a_file_of_its_own(tmp_path: Path) -> None:
+    world = World(tmp_path / "steps")
+    world.engine.reset_kv_cache()
+    world.step(1)
+    world.engine.reset_kv_cache()
+    world.engine.reset_kv_cache()
+    world.step(2)
+    world.step(3)
+    assert [tokens_of(steps) for steps in world.read()] == [[([1], [1])], [([2], [2]), ([3], [3])]]
+    assert [path.name for path in sorted(world.folder.iterdir())] == ["000001.steps", "000002.steps"]
+
+
+def test_a_refused_step_is_not_recorded_and_a_failed_one_is_as_such(tmp_path: Path) -> None:
+    world = World(tmp_path / "steps")
+    world.step(1)
+    world.inner.before_step = fail(PreconditionError(PreconditionReason.FEEDBACK_MISMATCH, "no"))
+    with pytest.raises(PreconditionError):
+        world.step(2)
+    world.inner.before_step = fail(ValueError("a fault"))
+    with pytest.raises(ValueError, match="a fault"):
+        world.step(3)
+    (steps,) = world.read()
+    first, second = steps
+    assert isinstance(first, RecordedStep)
+    assert isinstance(second, RecordedStep)
+    assert first.answer is not None
+    assert list(first.request.token_ids) == [1]
+    assert second.answer is None
+    assert list(second.request.token_ids) == [3]
+
+
+def test_releases_of_sequences_are_recorded_in_their_turn(tmp_path: Path) -> None:
+    world = World(tmp_path / "steps")
+    ids = np.array([7, 2**64 - 1], np.uint64)
+    world.engine.release_sequences(ids)  # Before the first step: nothing is there to be released.
+    world.step(1)
+    world.engine.release_sequences(ids)
+    world.step(2)
+    (steps,) = world.read()
+    assert [type(step) for step in steps] == [RecordedStep, ReleasedSequences, RecordedStep]
+    assert isinstance(steps[1], ReleasedSequences)
+    assert steps[1].sequence_ids.tolist() == ids.tolist()
+
+
+def test_files_and_a_new_folder_belong_to_the_owner_alone_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        world = World(tmp_path / "a" / "steps")
+        world.step(1)
+        world.read()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(world.folder.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in world.folder.iterdir()] == [0o600]
+
+
+@pytest.mark.parametrize("limit", [1, 3000, 5000, 20_000])
+def test_recording_stops_at_its_bound_in_whole_steps_and_says_so(tmp_path: Path, limit: int) -> None:
+    world = World(tmp_path / "steps", limit=limit)
+    for token in range(1000):
+        assert world.step(token).sampled_ids == [token]
+        if token % 400 == 399:
+            world.engine.reset_kv_cache()
+    files = world.read()
+    assert sum(path.stat().st_size for path in world.folder.iterdir()) <= limit
+    recorded = [token for steps in files for token, _ in tokens_of(steps)]
+    assert recorded == [[token] for token in range(len(recorded))]
+    if files:
+        assert files[-1][-1] == "--record-steps-limit is reached"
+    assert world.counters.snapshot()['recordings_ended_total{reason="limit"}'] >= 1
+    assert len(recorded) == world.counters.snapshot().get("steps_recorded_total", 0)
+
+
+def test_a_disk_that_is_too_slow_ends_the_epochs_recording_and_never_holds_up_a_step(tmp_path: Path) -> None:
+    world = World(tmp_path / "steps", max_pending_bytes=20_000)
+    world.step(1)
+    pipe = tmp_path / "steps" / "000002.steps"
+    # The writer waits in os.write once the pipe is full: a reader that does not read is a disk that does not answer.
+    reader, writer = os.pipe()
+    wait_until(lambda: world.recorder._file is not None)
+    os.dup2(writer, world.recorder._file)
+    for token in range(500):
+        world.step(token, *range(300))
+    assert world.recorder._has_ended
+    world.engine.reset_kv_cache()
+    world.step(7)
+    drained = threading.Thread(target=drain, args=(reader,))
+    drained.start()
+    os.close(writer)
+    world.recorder.close()
+    drained.join()
+    assert tokens_of(list(read_steps(RecordingFile(pipe)))) == [([7], [7])]
+    assert world.counters.snapshot()['recordings_ended_total{reason="overflow"}'] == 1
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("that never happened")
+
+
+def drain(reader: int) -> None:
+    with os.fdopen(reader, "rb") as pipe:
+        pipe.read()
+
+
+def test_a_write_that_fails_ends_the_recording_of_the_epoch_and_not_the_worker(tmp_path: Path) -> None:
+    world = World(tmp_path / "steps")
+    world.step(1)
+    wait_until(lambda: world.recorder._file is not None)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, world.recorder._file)
+    os.close(full)
+    assert world.step(2).sampled_ids == [2]
+    assert world.step(3).sampled_ids == [3]
+    world.engine.reset_kv_cache()
+    world.step(4)
+    first, second = world.read()
+    assert tokens_of(first) == [([1], [1])]
+    assert tokens_of(second) == [([4], [4])]
+    assert world.counters.snapshot()['recordings_ended_total{reason="write_failed"}'] == 1
+
+
+def test_a_step_without_its_request_ends_the_recording_visibly(tmp_path: Path) -> None:
+    world = World(tmp_path / "steps")
+    world.step(1)
+    world.engine.step(replace(world.batch([2]), request=b""))
+    world.step(3)
+    (steps,) = world.read()
+    assert tokens_of(steps) == [([1], [1])]
+    assert steps[-1] == "a step came without its request"
+    assert world.counters.snapshot()['recordings_ended_total{reason="no_request"}'] == 1
+
+
+def test_the_worker_says_that_it_records(tmp_path: Path) -> None:
+    world = World(tmp_path / "steps")
+    world.read()
+    (degradation,) = world.engine.description.degradations
+    assert degradation.reason == "steps_recorded"
+    assert "prompts" in degradation.message
+    assert world.counters.snapshot()['degradations_total{reason="steps_recorded"}'] == 1
+
+
+@async_test
+async def test_a_server_that_records_keeps_the_requests_bytes_as_they_came(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "steps")
+    prepare_folder(tmp_path / "steps")
+    with contextlib.ExitStack() as at_end:
+
+        def build(settings: WorkerSettings, progress: object, counters: Counters) -> RecordingEngine:
+            engine = SeededSumEngine(settings)
+            recorder = StepRecorder(settings, engine.description, counters)
+            at_end.callback(recorder.close)
+            return RecordingEngine(engine, recorder, "steps")
+
+        async with running_server(settings, build=build) as running:
+            sent = [step_request([1, 2, token], client_tag=token) for token in range(5)]
+            answers = [await running.stub.ExecuteStep(request) for request in sent]
+    steps = list(read_steps(RecordingFile(tmp_path / "steps" / "000001.steps")))
+    assert [step.request for step in steps if isinstance(step, RecordedStep)] == sent
+    recorded = [step.answer for step in steps if isinstance(step, RecordedStep)]
+    assert [answer.sampled_ids for answer in recorded if answer] == [answer.sampled_ids for answer in answers]
+
+
+@async_test
+async def test_a_server_that_does_not_record_keeps_no_requests() -> None:
+    async with running_server() as running:
+        kept: list[bytes] = []
+        running.engine.before_step = lambda batch: kept.append(batch.request)
+        await running.stub.ExecuteStep(step_request())
+        assert kept == [b""]
+
+
+# -- the file --
+
+HEADER = RecordingHeader(epoch=5, recorded_at="now", settings={"model": {"model": "x"}}, worker={"weights_digest": "y"})
+records = st.builds(
+    Record,
+    kind=st.sampled_from(RecordKind),
+    seed=st.integers(0, 2**64 - 1),
+    request=st.binary(max_size=50),
+    answer=st.binary(max_size=50),
+)
+
+
+@contextlib.contextmanager
+def file_of(folder: Path, content: bytes) -> Iterator[RecordingFile]:
+    path = folder / "a.steps"
+    path.unlink(missing_ok=True)
+    descriptor = create_file(path)
+    os.write(descriptor, content)
+    os.close(descriptor)
+    yield RecordingFile(path)
+
+
+@given(written=st.lists(records, max_size=5), data=st.data())
+def test_a_file_cut_off_anywhere_gives_the_whole_records_before_the_cut(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Record], data: st.DataObject
+) -> None:
+    header, encoded = encode_header(HEADER), [record.encode() for record in written]
+    body = b"".join(encoded)
+    cut = data.draw(st.integers(0, len(body)))
+    ends = np.cumsum([0, *map(len, encoded)])
+    with file_of(tmp_path_factory.getbasetemp(), header + body[:cut]) as file:
+        assert file.header == HEADER
+        assert list(file.records()) == written[: int((ends[1:] <= cut).sum())]
+        assert file.is_cut_off == (cut not in ends)
+        assert file.count_records() == len(list(file.records()))
+
+
+@given(written=st.lists(records, min_size=1, max_size=3), data=st.data())
+def test_a_flipped_bit_of_a_records_content_is_found(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Record], data: st.DataObject
+) -> None:
+    last = written[-1]
+    content_bytes = len(last.request) + len(last.answer)
+    body = bytearray(b"".join(record.encode() for record in written))
+    if content_bytes == 0:
+        return
+    at = len(body) - data.draw(st.integers(1, content_bytes))
+    body[at] ^= 1 << data.draw(st.integers(0, 7))
+    with file_of(tmp_path_factory.getbasetemp(), encode_header(HEADER) + body) as file:
+        found = []
+        with pytest.raises(SetupError, match="damaged at byte"):
+            found.extend(file.records())
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "is no recording"),
+        (b"\xff\xfe\x00", "is no recording"),
+        (b"[1]\n", "is no recording"),
+        (b'{"format": "another"}\n', "is no recording"),
+        (b'{"format": "modelworker steps", "version": 2}\n', "has version 2 of the format, expected 1"),
+        (b'{"format": "modelworker steps", "version": 1}\n', "the header is not complete"),
+    ],
+)
+def test_a_file_that_is_no_recording_is_refused_with_its_name(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "a.steps").write_bytes(content)
+    with pytest.raises(SetupError, match=expected) as refusal:
+        RecordingFile(tmp_path / "a.steps")
+    assert "a.steps" in str(refusal.value)
+
+
+# -- the folder --
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(SettingsError, match=f"--record-steps {tmp_path}: is not empty, expected a new or empty folder"):
+        prepare_folder(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/proc/steps", "/dev/null/steps", "/dev/null"])
+def test_a_folder_that_can_not_be_written_into_is_refused(path: str) -> None:
+    with pytest.raises(SettingsError, match=f"--record-steps {path}: can't be written into: "):
+        prepare_folder(Path(path))
+
+
+def test_serve_refuses_such_a_folder_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", str(tmp_path), "--record-steps", "/dev/null"]) == 2
+    assert capsys.readouterr().err == "modelworker: error: --record-steps /dev/null: can't be written into: File exists\n"
+
+
+# -- settings as JSON --
+
+
+def test_settings_come_back_from_json_as_they_were() -> None:
+    settings = WorkerSettings(
+        execution=ExecutionSettings(decode_query_lens=(1, 5), decode_graph_sizes=(4,)), kv_cache=KvCacheSettings(num_blocks=9)
+    )
+    record = json.loads(json.dumps(settings_as_record(settings)))
+    assert settings_from_record(WorkerSettings, record) == settings
+    del record["kv_cache"]["block_size"], record["server"]
+    assert settings_from_record(WorkerSettings, record) == settings
+
+
+def test_a_setting_of_another_version_is_refused_by_its_name() -> None:
+    with pytest.raises(SettingsError, match=r"kv_cache\.colour: this version has no such setting"):
+        settings_from_record(WorkerSettings, {"kv_cache": {"colour": 1}})
+
+
+def test_overrides_reach_their_section_and_nothing_else() -> None:
+    changed = with_overrides(WorkerSettings(), {"enforce_eager": True, "num_blocks": 7})
+    assert changed == replace(
+        WorkerSettings(), execution=ExecutionSettings(enforce_eager=True), kv_cache=KvCacheSettings(num_blocks=7)
+    )

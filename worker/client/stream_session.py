@@ -1,0 +1,315 @@
+"""Steps in order over a stream, several in flight, with retries that are safe: `StreamSession` and `AsyncStreamSession`.
+
+What a session is to single calls (`session`), these are to a stream. When it breaks, nobody knows which of the unanswered steps
+were executed: the worker is asked for its epoch, and all of them are sent again on a new stream, with the same ids and content. The
+worker executes none of them twice. When a step is refused, those behind it are refused with it: they are sent again after a pause
+where that can help, else the error is raised and all of them are void.
+"""
+
+import asyncio
+import time
+
+import grpc
+
+from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
+from modelworker.worker.client.connection import AsyncClient, Client
+from modelworker.worker.client.errors import KvCacheLostError, WorkerCallError, WorkerFaultError
+from modelworker.worker.client.session import (
+    DEFAULT_PATIENCE_SECONDS,
+    AsyncFencedSession,
+    Attempts,
+    Fence,
+    FencedSession,
+    StepPendingError,
+)
+from modelworker.worker.client.step import StepAnswer
+from modelworker.worker.client.stream import AsyncStepStream, StepStream, StreamAnswer
+from modelworker.worker.errors import PreconditionReason
+
+
+class _Pipeline:
+    """What of a session's steps is on the present stream: a stream session without its transport."""
+
+    def __init__(self, fence: Fence, max_unanswered: int | None) -> None:
+        self._fence = fence
+        self._max_unanswered = max_unanswered
+        self._num_void = 0
+
+    def stamp(self, request: ExecuteStepRequest, info: WorkerInfo) -> bool:
+        """Makes the request the next step. Returns whether it is the only one that is not answered.
+
+        Raises:
+            StepPendingError: there are too many of them.
+        """
+        self._fence.stamp(request, self.max_unanswered(info))
+        return len(self._fence.unanswered) == 1
+
+    def max_unanswered(self, info: WorkerInfo) -> int:
+        """Returns how many steps may be unanswered at once. Those beyond the worker's limit are refused, and sent again."""
+        return self._max_unanswered or info.limits.max_steps_in_flight
+
+    def begin(self) -> list[ExecuteStepRequest]:
+        """Starts with a new stream. Returns what has to be sent on it."""
+        self._num_void = 0
+        return list(self._fence.unanswered)
+
+    def check_epoch(self, info: WorkerInfo) -> None:
+        """Checks that the unanswered steps can still be settled.
+
+        Raises:
+            KvCacheLostError: they belong to an epoch that is over.
+        """
+        if info.worker_epoch != self._fence.worker_epoch:
+            text = f"the worker's epoch is {info.worker_epoch}, no longer {self._fence.worker_epoch}"
+            reason = PreconditionReason.KV_CACHE_LOST
+            raise KvCacheLostError(grpc.StatusCode.FAILED_PRECONDITION, text, reason=reason)
+
+    def check_pending(self) -> None:
+        """Checks that there is something to wait for.
+
+        Raises:
+            StepPendingError: there is not.
+        """
+        if self._fence.pending is None:
+            raise StepPendingError("no step is pending")
+
+    def take(self, answer: StreamAnswer) -> StepAnswer | WorkerCallError | None:
+        """Takes the next answer of the stream: that of the first unanswered step, or None where it belongs to a void one.
+
+        With an error all other steps on the stream are void: their answers are still to come, and say nothing more.
+        """
+        if self._num_void:
+            self._num_void -= 1
+            return None
+        pending = self._fence.pending
+        if pending is None or answer.step_id not in (pending.step_id, 0):
+            expected = "none" if pending is None else f"that of step {pending.step_id}"
+            raise WorkerFaultError(grpc.StatusCode.UNKNOWN, f"the answer of step {answer.step_id} came, expected {expected}")
+        if isinstance(answer.outcome, WorkerCallError):
+            self._num_void = len(self._fence.unanswered) - 1
+        else:
+            self._fence.settle()
+        return answer.outcome
+
+
+class StreamSession(FencedSession):
+    """A router's hold on one worker: sequenced steps over a stream, each executed once however often the connection breaks.
+
+    For one thread.
+
+    Attributes:
+        client: the connection.
+        info: the worker, as of the last `renew`.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        router_id: int | None = None,
+        patience: float = DEFAULT_PATIENCE_SECONDS,
+        max_unanswered: int | None = None,
+    ) -> None:
+        """Reads the worker's epoch and next step id.
+
+        Args:
+            client: the connection; stays the caller's to close.
+            router_id: identity of the router, not 0; None: a random one.
+            patience: seconds after which a call that gets no answer fails.
+            max_unanswered: how many steps may be sent before the first of them is answered; None: the worker's in-flight limit.
+
+        Raises:
+            WorkerCallError: the worker can't be asked.
+        """
+        self._stream: StepStream | None = None
+        super().__init__(client, router_id=router_id, patience=patience)
+        self._pipeline = _Pipeline(self._fence, max_unanswered)
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be unanswered at once without a refusal."""
+        return min(self._pipeline.max_unanswered(self.info), self.info.limits.max_steps_in_flight)
+
+    def send(self, request: ExecuteStepRequest) -> None:
+        """Sends the next step, without waiting; sets its epoch, router id and step id. It must not be changed until it is answered.
+
+        Raises:
+            StepPendingError: too many steps are not answered: `receive` first.
+        """
+        is_only = self._pipeline.stamp(request, self.info)
+        if self._stream is not None:
+            self._stream.send(request)
+        elif is_only:
+            self._begin()
+
+    def receive(self) -> StepAnswer:
+        """Returns the answer of the first unanswered step.
+
+        Raises:
+            KvCacheLostError: the epoch is over; `renew`, then recompute everything.
+            StepPendingError: no step is unanswered.
+            WorkerCallError: the worker refuses the step: it and all behind it are void, and its id is the next step's; or patience
+                is over, and `receive` may settle it later (`is_pending` tells).
+        """
+        self._pipeline.check_pending()
+        attempts = Attempts(self._patience)
+        while True:
+            try:
+                outcome = self._next(attempts)
+            except WorkerCallError as error:
+                self.close()
+                time.sleep(self._fence.pause_after(error, attempts))
+                continue
+            if isinstance(outcome, StepAnswer):
+                return outcome
+            if outcome is not None:
+                time.sleep(self._fence.pause_after(outcome, attempts, in_band=True))
+                self._send_again()
+
+    def _next(self, attempts: Attempts) -> StepAnswer | WorkerCallError | None:
+        if self._stream is None:
+            self._pipeline.check_epoch(self.client.info(attempts.remaining))
+        stream = self._stream or self._begin()
+        return self._pipeline.take(stream.receive(attempts.remaining))
+
+    def _begin(self) -> StepStream:
+        stream = self._stream = self.client.stream_steps()
+        for request in self._pipeline.begin():
+            stream.send(request)
+        return stream
+
+    def _send_again(self) -> None:
+        if self._stream is not None:
+            for request in self._fence.unanswered:
+                self._stream.send(request)
+
+    def execute(self, request: ExecuteStepRequest) -> StepAnswer:
+        """Executes the next step and waits for it; errors as `send` and `receive`.
+
+        Raises:
+            StepPendingError: a step before it is not answered.
+        """
+        if self.is_pending:
+            raise StepPendingError(f"step {self.next_step_id - 1} is not settled: call receive() first")
+        self.send(request)
+        return self.receive()
+
+    def resume(self) -> StepAnswer:
+        """Is `receive`."""
+        return self.receive()
+
+    def renew(self) -> WorkerInfo:
+        """Enters the worker's present epoch, in which nothing that was sent before counts. Returns the worker's info."""
+        self.close()
+        return super().renew()
+
+    def release(self) -> None:
+        """Ends the stream, and gives the worker back as `FencedSession.release` does."""
+        self.close()
+        super().release()
+
+    def close(self) -> None:
+        """Ends the stream. Steps that are not answered stay pending: `receive` opens another one for them."""
+        if self._stream is not None:
+            self._stream.cancel()
+            self._stream = None
+
+
+class AsyncStreamSession(AsyncFencedSession):
+    """`StreamSession` for asyncio, for one task; made by `open`."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        *,
+        router_id: int | None = None,
+        patience: float = DEFAULT_PATIENCE_SECONDS,
+        max_unanswered: int | None = None,
+    ) -> None:
+        super().__init__(client, router_id=router_id, patience=patience)
+        self._stream: AsyncStepStream | None = None
+        self._pipeline = _Pipeline(self._fence, max_unanswered)
+
+    @classmethod
+    async def open(
+        cls,
+        client: AsyncClient,
+        *,
+        router_id: int | None = None,
+        patience: float = DEFAULT_PATIENCE_SECONDS,
+        max_unanswered: int | None = None,
+    ) -> "AsyncStreamSession":
+        """Reads the worker's epoch and next step id; arguments and errors as `StreamSession`."""
+        session = cls(client, router_id=router_id, patience=patience, max_unanswered=max_unanswered)
+        await session.renew()
+        return session
+
+    async def send(self, request: ExecuteStepRequest) -> None:
+        """Sends the next step; see `StreamSession.send`. Waits while the transport takes no more."""
+        is_only = self._pipeline.stamp(request, self.info)
+        if self._stream is not None:
+            await self._stream.send(request, self._patience)
+        elif is_only:
+            await self._begin()
+
+    async def receive(self) -> StepAnswer:
+        """Returns the answer of the first unanswered step; see `StreamSession.receive`."""
+        self._pipeline.check_pending()
+        try:
+            return await self._receive(Attempts(self._patience))
+        except asyncio.CancelledError:
+            self.close()  # What was read of it and what was not can't be told any more.
+            raise
+
+    async def _receive(self, attempts: Attempts) -> StepAnswer:
+        while True:
+            try:
+                outcome = await self._next(attempts)
+            except WorkerCallError as error:
+                self.close()
+                await asyncio.sleep(self._fence.pause_after(error, attempts))
+                continue
+            if isinstance(outcome, StepAnswer):
+                return outcome
+            if outcome is not None:
+                await asyncio.sleep(self._fence.pause_after(outcome, attempts, in_band=True))
+                await self._send_again()
+
+    async def _next(self, attempts: Attempts) -> StepAnswer | WorkerCallError | None:
+        if self._stream is None:
+            self._pipeline.check_epoch(await self.client.info(attempts.remaining))
+        stream = self._stream or await self._begin()
+        return self._pipeline.take(await stream.receive(attempts.remaining))
+
+    async def _begin(self) -> AsyncStepStream:
+        stream = self._stream = self.client.stream_steps()
+        for request in self._pipeline.begin():
+            await stream.send(request, self._patience)
+        return stream
+
+    async def _send_again(self) -> None:
+        if self._stream is not None:
+            for request in self._fence.unanswered:
+                await self._stream.send(request, self._patience)
+
+    async def execute(self, request: ExecuteStepRequest) -> StepAnswer:
+        """Executes the next step and waits for it; see `StreamSession.execute`."""
+        if self.is_pending:
+            raise StepPendingError(f"step {self.next_step_id - 1} is not settled: call receive() first")
+        await self.send(request)
+        return await self.receive()
+
+    async def resume(self) -> StepAnswer:
+        """Is `receive`."""
+        return await self.receive()
+
+    async def renew(self) -> WorkerInfo:
+        """Enters the worker's present epoch; see `StreamSession.renew`."""
+        self.close()
+        return await super().renew()
+
+    def close(self) -> None:
+        """Ends the stream; see `StreamSession.close`."""
+        if self._stream is not None:
+            self._stream.cancel()
+            self._stream = None
