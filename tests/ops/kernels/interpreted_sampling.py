@@ -9,6 +9,8 @@ from torch import Tensor
 
 from modelworker.ops.triton_library import load_triton
 from modelworker.worker.random_numbers import uniforms
+from modelworker.worker.sampling.filters import Filters
+from modelworker.worker.sampling.filters import draw as draw_on_cpu
 
 SAMPLE = load_triton().ops.sample_tokens.default
 
@@ -84,6 +86,21 @@ def test_tokens_are_those_of_the_inverted_distribution_at_the_cpus_random_number
 def test_equal_logits_are_kept_from_the_lowest_id_on(filters: dict[str, Any]) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 3.0, 1.0, 3.0, 1.0, 1.0]]).repeat(6, 1)
     assert draw(logits, **filters)[0].tolist() == expected(logits, **filters)
+
+
+@pytest.mark.parametrize("filters", [FILTERS[0], FILTERS[-1]], ids=str)
+def test_tokens_are_those_that_the_worker_draws_on_a_cpu(filters: dict[str, Any]) -> None:
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(7)) * 2
+
+    def each(name: str, default: float, dtype: Any) -> Any:
+        return np.full(len(logits), filters.get(name, default), dtype)
+
+    parameters = Filters(
+        temperature=each("temperature", 1, np.float32), top_k=each("top_k", 0, np.int32), top_p=each("top_p", 1, np.float32),
+        min_p=each("min_p", 0, np.float32),
+    )  # fmt: skip
+    on_cpu = draw_on_cpu(logits, logits.amax(-1), parameters, torch.from_numpy(numbers(len(logits))))
+    assert torch.equal(draw(logits, **filters)[0], on_cpu.tokens)
 
 
 def test_temperature_0_takes_the_lowest_id_of_the_largest_logits() -> None:
