@@ -141,9 +141,9 @@ def test_several_blocks_of_a_row_are_one_distribution() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_tokens_are_drawn_as_often_as_their_probability_says(filters: dict[str, Any]) -> None:
-    """Pearson's test over 2,000 draws: the statistic exceeds this bound once in 100,000 such tests."""
+    """Pearson's test over 300 draws: the statistic exceeds this bound once in 100,000 such tests."""
     row = torch.randn(16, generator=torch.Generator().manual_seed(6))
-    num_draws = 2000
+    num_draws = 300
     tokens = draw(row.repeat(num_draws, 1), first_seed=99, **filters)[0].numpy()
     wanted = probabilities(row, **filters)
     counts = np.bincount(tokens, minlength=16)
