@@ -110,7 +110,8 @@ def prepare_decoder(
             max_model_len=parts.max_model_len,
             max_tokens=settings.step.max_tokens_per_step,
         )
-        costs = measure_costs(captured.runner)
+        with progress.stage("measuring graphs", total=len(captured.runner.captured), unit="graphs") as advance:
+            costs = measure_costs(captured.runner, advance)
     return ReadyDecoder(
         runner=captured.runner,
         # Where generated code failed its check, none is served.

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_ModelWorkerServicer_to_server
-from modelworker.worker.client import Client, WorkerCallError
+from modelworker.worker.client import Client, StepSampling, WorkerCallError, build_step
 from modelworker.worker.client.session import FencedSession
 from modelworker.worker.client.stream_session import StreamSession
 from modelworker.worker.scheduler import (
@@ -801,6 +801,15 @@ def test_a_pipeline_sends_steps_before_their_tokens_are_known_and_drops_those_th
     # Until the stop is seen, as many steps more as are in flight.
     assert worker.num_executed == number + depth - 1
     assert worker.num_feedback_tokens == (worker.num_executed - 1 if depth > 1 else 0)
+
+
+@pytest.mark.parametrize("seeded", [None, [True, False]])
+def test_a_seed_counts_unless_it_is_said_not_to(seeded: list[bool] | None) -> None:
+    sampling = StepSampling(temperature=[1.0, 1.0], seed=[3, 4], has_seed=seeded)
+    step = build_step(
+        query_lens=[1, 1], context_lens=[0, 0], token_ids=[1, 2], block_counts=[1, 1], block_ids=[1, 2], sampling=sampling
+    )
+    assert list(step.sampling.has_seed) == (seeded or [True, True])
 
 
 def test_a_block_is_free_only_after_the_last_step_that_could_write_it_was_answered(served: Served) -> None:
