@@ -1,6 +1,7 @@
 """Reference and samples of sample_tokens."""
 
 import math
+from itertools import pairwise
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ def _draw(logits: list[float], temperature: float, top_k: int, top_p: float, min
     order = order[: top_k or None]
     if top_p < 1:
         limit, before, kept = top_p * math.fsum(weights[token] for token in order), 0.0, order[:1]
-        for previous, token in zip(order, order[1:], strict=False):
+        for previous, token in pairwise(order):
             before += weights[previous]
             if before < limit:
                 kept.append(token)
