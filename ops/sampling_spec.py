@@ -1,8 +1,8 @@
 """Reference and samples of sample_tokens."""
 
 import math
-from itertools import pairwise
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
