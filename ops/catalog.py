@@ -54,6 +54,8 @@ from modelworker.ops.rotary import rotary_embedding
 from modelworker.ops.rotary_spec import rotary_embedding_reference, rotary_embedding_sample, rotary_variant
 from modelworker.ops.rotary_store_kv import rotary_store_kv
 from modelworker.ops.rotary_store_kv_spec import rotary_store_kv_reference, rotary_store_kv_sample, rotary_store_kv_variant
+from modelworker.ops.sampling import sample_tokens
+from modelworker.ops.sampling_spec import sample_tokens_reference, sample_tokens_sample
 from modelworker.ops.triton_library import TritonLibrary
 
 # One rounding to bf16 (2^-9 relative, doubled for a neighbour chosen by an error in fp32), absolute where values cancel.
@@ -236,6 +238,18 @@ CATALOG: Mapping[str, OpSpec] = MappingProxyType(
                 ),
                 splits_graph=True,
             ),
+            OpSpec(
+                name="sample_tokens",
+                native=sample_tokens,
+                reference=sample_tokens_reference,
+                sample=sample_tokens_sample,
+                tolerances={torch.float32: _EXACT, torch.bfloat16: _EXACT},
+                tolerance_reason="a token is right or wrong; no sample's number is so close to a sum of weights that fp32 decides",
+                variants=({"vocab_size": 99},),
+                benchmark_variants=({"vocab_size": 49152},),
+                result_dtypes=(torch.int64, torch.bool),
+                gpu_only=True,
+            ),
         )
     }
 )
@@ -243,6 +257,9 @@ CATALOG: Mapping[str, OpSpec] = MappingProxyType(
 
 OPAQUE_OPS = tuple(spec.name for spec in CATALOG.values() if spec.splits_graph)
 """The names of the ops that a compiler doesn't look into."""
+
+UNFUSED_OPS = (*OPAQUE_OPS, *(spec.name for spec in CATALOG.values() if spec.gpu_only))
+"""The names of the ops that a compiler can't fuse: those, and the ones that it doesn't see."""
 
 
 def op_namespaces(kernels: CpuLibrary | None = None, triton: TritonLibrary | None = None) -> tuple[str, ...]:

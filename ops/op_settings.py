@@ -89,7 +89,7 @@ def choose_custom_ops(
     Args:
         wanted: "all", "none", "+name", "-name".
         known: the names of the ops that can be switched.
-        opaque: those among them that a compiler doesn't look into.
+        opaque: those among them that a compiler doesn't look into, or doesn't see.
         platform: where the model runs.
         compiles: whether compilation is on.
         backend: of the compiler.

@@ -89,6 +89,7 @@ class OpSpec:
         benchmark_variants: the sizes of real models, for benchmarks.
         result_dtypes: of what the op returns, one by one, where it isn't that of the activations.
         splits_graph: whether a compiler splits the model's graph at this op.
+        gpu_only: whether the worker runs it on GPUs alone, behind the model, where no compiler sees it. It has no C++ form.
     """
 
     name: str
@@ -102,6 +103,7 @@ class OpSpec:
     cpp: Callable[[CpuLibrary], Callable[..., Any]] | None = None
     result_dtypes: tuple[torch.dtype, ...] = ()
     splits_graph: bool = False
+    gpu_only: bool = False
 
     def implementations(self, kernels: CpuLibrary | None = None, triton: TritonLibrary | None = None) -> tuple[Implementation, ...]:
         """Returns every way to compute the op; the C++ and Triton forms are those of libraries of kernels."""

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from modelworker.ops.catalog import OPAQUE_OPS
+from modelworker.ops.catalog import UNFUSED_OPS
 from modelworker.ops.op_settings import OpSettings, OpSettingsError, Platform, choose_custom_ops
 from modelworker.ops.plugins import PluginError, load_plugins
 from modelworker.ops.replaceable import warn_of_unused_replacements
@@ -47,7 +47,7 @@ def plan_ops(
         custom_ops = choose_custom_ops(
             settings.custom_ops,
             known=switchable_ops(),
-            opaque=OPAQUE_OPS,
+            opaque=UNFUSED_OPS,
             platform=platform,
             compiles=compiles,
             backend=backend,

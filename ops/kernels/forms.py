@@ -12,10 +12,10 @@ from modelworker.ops.kernels.fused_add_rms_norm import launch_fused_add_rms_norm
 from modelworker.ops.kernels.paged_attention import launch_paged_attention, prepare_paged_attention
 from modelworker.ops.kernels.rms_norm import launch_rms_norm
 from modelworker.ops.kernels.rotary_store_kv import launch_rotary_embedding, launch_rotary_store_kv
-from modelworker.ops.kernels.sample_tokens import fake_sample_tokens, launch_sample_tokens
+from modelworker.ops.kernels.sample_tokens import launch_sample_tokens
 from modelworker.ops.kernels.silu_and_mul import launch_silu_and_mul
 from modelworker.ops.kernels.store_kv import launch_store_kv
-from modelworker.ops.library import TRITON_LIBRARY, register_form, register_op
+from modelworker.ops.library import TRITON_LIBRARY, register_form
 
 __all__ = ["FORMS", "prepare_paged_attention"]
 
@@ -27,6 +27,7 @@ FORMS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         "rms_norm": launch_rms_norm,
         "rotary_embedding": launch_rotary_embedding,
         "rotary_store_kv": launch_rotary_store_kv,
+        "sample_tokens": launch_sample_tokens,
         "silu_and_mul": launch_silu_and_mul,
         "store_kv": launch_store_kv,
     }
@@ -35,5 +36,3 @@ FORMS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
 
 for _name, _launch in FORMS.items():
     register_form(_launch, name=_name, library=TRITON_LIBRARY)
-# No layer runs it, so no other op has its name.
-register_op(launch_sample_tokens, name="sample_tokens", fake=fake_sample_tokens, library=TRITON_LIBRARY)

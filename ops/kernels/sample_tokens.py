@@ -187,20 +187,7 @@ def _sample_tokens_kernel(
 def launch_sample_tokens(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Hot path: draws a token from each row of logits.
-
-    Args:
-        logits: [num_rows, vocab_size], fp32, finite or -inf (a token that is not allowed).
-        temperatures: [num_rows], fp32; 0: the largest logit, the lowest id of equal ones.
-        top_ks: [num_rows], int32, keeps so many; 0 = off.
-        top_ps: [num_rows], fp32, keeps tokens before which the probabilities sum up to less; 1 = off.
-        min_ps: [num_rows], fp32, keeps tokens with at least this share of the largest probability; 0 = off.
-        seeds: [num_rows], int64: the bits of the unsigned seed.
-        positions: [num_rows], int64, of the sampled token in its sequence.
-
-    Returns:
-        [num_rows] each: the token, int64, meaningless where the second is False: whether the row is free of NaN and infinity, bool.
-    """
+    """Hot path: launches the kernel; takes and returns what `ops.sampling.sample_tokens` does."""
     check_dense("logits", logits)
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -213,10 +200,3 @@ def launch_sample_tokens(
             num_warps=SAMPLED_WARPS,
         )
     return tokens, are_finite
-
-
-def fake_sample_tokens(
-    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Allocates what `launch_sample_tokens` returns."""
-    return logits.new_empty(logits.shape[0], dtype=torch.int64), logits.new_empty(logits.shape[0], dtype=torch.bool)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from modelworker.ops.catalog import OPAQUE_OPS
+from modelworker.ops.catalog import UNFUSED_OPS
 from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.cpu_kernels import CpuKernels
 from modelworker.worker.models.registry import build_model
@@ -34,18 +34,19 @@ def test_under_inductor_ops_that_it_does_not_look_into_run_their_kernels_and_oth
     found = running(ops)
     assert found["paged_attention"] == ("triton", "custom_ops has +paged_attention")
     assert found["rotary_store_kv"] == ("triton", "custom_ops has +rotary_store_kv")
+    assert found["sample_tokens"] == ("triton", "custom_ops has +sample_tokens")
     assert found["rms_norm"] == found["silu_and_mul"] == ("native", "custom_ops is none")
 
 
 def test_without_a_compiler_every_op_with_a_kernel_runs_it() -> None:
     found = running(plan(compiles=False))
     assert {name for name, (implementation, _) in found.items() if implementation == "triton"} == {
-        *("embedding", "paged_attention", "rms_norm", "rotary_store_kv", "silu_and_mul")
+        *("embedding", "paged_attention", "rms_norm", "rotary_store_kv", "sample_tokens", "silu_and_mul")
     }
     assert found["linear"] == ("native", "custom_ops is all, but there is no triton implementation")
 
 
-@pytest.mark.parametrize("name", [*OPAQUE_OPS, "rms_norm"])
+@pytest.mark.parametrize("name", [*UNFUSED_OPS, "rms_norm"])
 def test_each_kernel_is_switched_off_by_its_name(name: str) -> None:
     found = running(plan("all", f"-{name}"))
     if name == "store_kv":
@@ -78,4 +79,5 @@ def test_a_machine_without_triton_runs_native_ops_and_says_so(monkeypatch: pytes
 def test_on_a_cpu_triton_is_not_loaded() -> None:
     ops = plan_ops(OpsSettings(), torch.device("cpu"), CpuKernels(), compiles=False)
     assert (ops.triton, ops.no_triton_reason) == (None, "the model runs on cpu")
+    assert "sample_tokens" not in running(ops)
     assert missing_kernels(ops) == ()

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from modelworker.ops.op_settings import OpSettings
+from modelworker.ops.sampling import SampleTokens
 from modelworker.ops.triton_library import load_triton
 from modelworker.worker.random_numbers import uniforms
 from modelworker.worker.sampling.filters import Filters
 from modelworker.worker.sampling.filters import draw as draw_on_cpu
+from modelworker_testing.sampling_runs import parameters, run, token_lists
 
 SAMPLE = load_triton().ops.sample_tokens.default
 
@@ -101,6 +104,31 @@ def test_tokens_are_those_that_the_worker_draws_on_a_cpu(filters: dict[str, Any]
     )  # fmt: skip
     on_cpu = draw_on_cpu(logits, logits.amax(-1), parameters, torch.from_numpy(numbers(len(logits))))
     assert torch.equal(draw(logits, **filters)[0], on_cpu.tokens)
+
+
+def test_a_worker_on_a_gpu_samples_what_one_on_a_cpu_does() -> None:
+    op = SampleTokens(ops=OpSettings(platform="cuda", triton=load_triton()))
+    assert op.choice.implementation == "triton"
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(8)) * 2
+    logits[6, 20] = float("nan")
+    sampling = parameters(
+        8,
+        temperature=[0, 0.7, 1.2, 0.9, 1, 0.8, 1, 1.5],
+        top_k=[0, 0, 5, 0, 40, 7, 0, 0],
+        top_p=[1, 0.8, 1, 1, 0.9, 1, 1, 1],
+        min_p=[0, 0, 0, 0.1, 0, 0, 0, 0],
+        seed=[1, 2**64 - 1, 3, 4, 5, 6, 7, 8],
+        num_logprobs=[-1, -1, 2, -1, -1, 2, -1, -1],
+        processed_logprobs=[False, False, False, False, False, True, False, False],
+        banned=token_lists([[], list(range(0, 300, 2)), [], [], [], [], [], list(range(300))]),
+    )
+    found, expected = run(logits, sampling, np.arange(8), sample_tokens=op), run(logits, sampling, np.arange(8))
+    assert found.succeeded.tolist() == expected.succeeded.tolist() == [True] * 6 + [False] * 2
+    assert found.token_ids[:6].tolist() == expected.token_ids[:6].tolist()
+    assert found.listing is not None
+    assert expected.listing is not None
+    assert np.array_equal(found.listing.token_ids, expected.listing.token_ids)
+    assert np.array_equal(found.listing.values, expected.listing.values)
 
 
 def test_temperature_0_takes_the_lowest_id_of_the_largest_logits() -> None:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 from unittest import mock
 
+import numpy as np
 import torch
 import triton
 
@@ -19,6 +20,7 @@ from modelworker.ops.op_settings import OpSettings
 from modelworker.ops.triton_library import load_triton
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.models.registry import build_model
+from modelworker.worker.sampling.tensors import to_device_together
 from modelworker.worker.step_buffers import StepBuffers
 from modelworker_testing.bare_engine import fill_randomly, model_config_of
 from modelworker_testing.triton_launches import Launches, Resources, recorded_launches, resources
@@ -123,11 +125,10 @@ def launches_of(name: str, capability: int, dtype: torch.dtype = torch.bfloat16)
 
 
 def sample(vocab_size: int, num_rows: int = 1) -> None:
-    """Draws tokens from rows of logits."""
-    numbers, integers = torch.ones(num_rows), torch.zeros(num_rows, dtype=torch.int64)
-    load_triton().ops.sample_tokens(
-        torch.zeros(num_rows, vocab_size), numbers, integers.int(), numbers, numbers, integers, integers
-    )
+    """Draws tokens from rows of logits, with parameters laid out as the worker's sampling does it."""
+    logits, numbers, integers = torch.zeros(num_rows, vocab_size), np.ones(num_rows, np.float32), np.zeros(num_rows, np.int64)
+    arguments = (numbers, integers.astype(np.int32), numbers, numbers, integers, integers)
+    load_triton().ops.sample_tokens(logits, *to_device_together(arguments, logits.device))
 
 
 def resources_of(launches: Launches) -> dict[str, list[Resources]]:
