@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.triton_library import TritonLibrary
 
 RETURNED = "returned"
 """The name of an op's result among what its reference computes."""
@@ -102,12 +103,14 @@ class OpSpec:
     result_dtypes: tuple[torch.dtype, ...] = ()
     splits_graph: bool = False
 
-    def implementations(self, kernels: CpuLibrary | None) -> tuple[Implementation, ...]:
-        """Returns every way to compute the op; the C++ forms are those of a library of kernels."""
-        native = Implementation(name="native", run=self.native)
-        if self.cpp is None or kernels is None:
-            return (native,)
-        return native, Implementation(name="c++", run=self.cpp(kernels), devices=("cpu",))
+    def implementations(self, kernels: CpuLibrary | None = None, triton: TritonLibrary | None = None) -> tuple[Implementation, ...]:
+        """Returns every way to compute the op; the C++ and Triton forms are those of libraries of kernels."""
+        found = [Implementation(name="native", run=self.native)]
+        if self.cpp is not None and kernels is not None:
+            found.append(Implementation(name="c++", run=self.cpp(kernels), devices=("cpu",)))
+        if triton is not None and self.name in triton.names:
+            found.append(Implementation(name="triton", run=getattr(triton.ops, self.name).default, devices=("cuda",)))
+        return tuple(found)
 
     def shapes(self) -> Iterator[SampleShape]:
         """Yields the samples to test: every number of tokens, dtype, padding and variant."""

@@ -133,6 +133,7 @@ class ChainWorker(ModelWorkerServicer):
     max_model_len: int = 64
     max_sequences: int = 8
     max_tokens_per_step: int = 32
+    max_feedback_sequences: int = 8
     model_name: str = "chain"
     faults: list[str] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
@@ -163,7 +164,7 @@ class ChainWorker(ModelWorkerServicer):
         info.model.eos_token_ids.append(EOS)
         info.kv_cache.block_size, info.kv_cache.num_blocks = self.block_size, self.num_blocks
         info.limits.max_sequences, info.limits.max_tokens_per_step = self.max_sequences, self.max_tokens_per_step
-        info.limits.max_steps_in_flight = 8
+        info.limits.max_steps_in_flight, info.limits.max_feedback_sequences = 8, self.max_feedback_sequences
         info.capabilities.extend(["history", "ExecuteSteps", "sequence_ids", "finished_sequence_ids", "draft_lens", "block_copies"])
         return info
 
@@ -239,6 +240,8 @@ class ChainWorker(ModelWorkerServicer):
         self.check(request, samples, draft_lens)
         for sequence_id in request.finished_sequence_ids:
             self.kept.pop(sequence_id, None)
+        if len(self.kept.keys() | set(request.sequence_ids)) > self.max_feedback_sequences:
+            self.breaches.append(f"{len(self.kept)} sequences are kept, and {list(request.sequence_ids)} are named")
         self.copy_blocks(request.block_copies)
         response = pb.ExecuteStepResponse(worker_epoch=self.epoch, step_id=request.step_id)
         response.graph.padded_tokens = sum(query_lens)
@@ -768,6 +771,20 @@ def test_continuations_compute_their_prompt_once_and_copy_the_block_that_they_go
     steps = [event.num_tokens for event in events if isinstance(event, StepExecuted)]
     assert steps == [19, 4, 4, 4, 4, 3]
     assert worker.num_copies == 3
+
+
+def test_a_pipeline_has_no_more_sequences_than_the_worker_keeps_tokens_of(served: Served) -> None:
+    worker = ChainWorker(max_feedback_sequences=3)
+    arrivals = [(0, endless(5, 12, start)) for start in range(9)]
+    # Some stop, which is seen when they have a row in the next step already.
+    outputs = [expected_output(request, worker.max_model_len)[0] for _, request in arrivals]
+    arrivals = [
+        (step, replace(request, stop_token_ids=frozenset(output[3:4] if index % 2 else ())))
+        for index, ((step, request), output) in enumerate(zip(arrivals, outputs, strict=True))
+    ]
+    finished, events = run(served, worker, SchedulerSettings(), arrivals, depth=3)
+    assert_as_expected(worker, finished, arrivals)
+    assert max(event.num_sequences for event in events if isinstance(event, StepExecuted)) <= 3
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
