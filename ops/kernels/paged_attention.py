@@ -148,7 +148,7 @@ def _paged_attention_kernel(
         if first_tile < end_tile:
             tl.store(partial_output + place[:, None] * HEAD_DIM + dim[None, :], weighted, mask=is_row[:, None] & is_dim[None, :])
     else:
-        result = weighted / tl.where(total > 0, total, 1.0)[:, None]
+        result = weighted / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(
             output + (token.to(tl.int64) * output_stride + head * output_head_stride)[:, None] + dim[None, :],
             result.to(output.dtype.element_ty),
@@ -183,7 +183,7 @@ def _join_kernel(
     weighted = tl.zeros([DIM], tl.float32)
     for begin in range(0, num_splits, JOINED):
         index = begin + tl.arange(0, JOINED)
-        counts = tl.load(partial_total + first + index, mask=index < num_splits, other=0.0) > 0
+        counts = tl.load(partial_total + first + index, mask=index < num_splits, other=0.0) != 0
         shares = tl.exp2(tl.load(partial_highest + first + index, mask=counts, other=float("-inf")) - highest)
         # Programs without work have written no sums.
         sums = tl.load(
@@ -192,7 +192,7 @@ def _join_kernel(
             other=0.0,
         )
         weighted += tl.sum(sums * shares[:, None], 0)
-    result = weighted / tl.where(total > 0, total, 1.0)
+    result = weighted / tl.where(total == 0, 1.0, total)
     place = output + token * output_stride + head * output_head_stride + dim
     tl.store(place, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
 

@@ -175,6 +175,19 @@ def test_slots_that_the_step_does_not_own_change_nothing(num_splits: int) -> Non
     assert all(torch.equal(results[0], result) for result in results[1:])
 
 
+@pytest.mark.parametrize("cache", ["key_cache", "value_cache"])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_nan_in_a_slot_that_a_row_sees_makes_that_row_nan_in_every_form(num_splits: int, cache: str) -> None:
+    """A fault of the cache must reach the check of the logits; a division of the context may not leave it out."""
+    step = make_step([1, 1], [50, 40])
+    expected = step.run(form(step, SMALL, num_splits))
+    # The first of the tokens, which another program has than the last.
+    getattr(step, cache)[step.block_tables[0, 0], :, 0] = NAN
+    found = step.run(form(step, SMALL, num_splits))
+    assert found[0].isnan().all()
+    assert torch.equal(found[1], expected[1])
+
+
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_slots_outside_the_window_change_nothing(query_len: int) -> None:
     step = make_step([query_len], [40 + query_len], window=3)
