@@ -1,6 +1,7 @@
 """Graphs on CUDA: `torch.cuda.CUDAGraph`, all in one pool and captured on one stream."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +12,16 @@ from modelworker.graphs.backend import Tensors, span_bytes
 
 
 class CudaReplay:
-    """An instantiated CUDA graph."""
+    """An instantiated CUDA graph.
 
-    def __init__(self, graph: Any, synchronize: Callable[[], None]) -> None:
-        self._graph = graph
-        self._synchronize = synchronize
+    Args:
+        graph: that is launched.
+        free: called with this replay when it is closed: waits until the device has run the graph, then frees it.
+    """
+
+    def __init__(self, graph: Any, free: Callable[["CudaReplay"], None]) -> None:
+        self.graph = graph
+        self._free = free
         self._launch = graph.replay
 
     def __call__(self) -> None:
@@ -24,8 +30,7 @@ class CudaReplay:
 
     def close(self) -> None:
         """Waits until the device has run the graph, then frees it."""
-        self._synchronize()
-        self._graph.reset()
+        self._free(self)
 
 
 class CudaGraphBackend:
@@ -33,6 +38,9 @@ class CudaGraphBackend:
 
     `torch.cuda.graph` would synchronize the device and empty the allocator's cache at every capture. Here both happen only when
     the session is opened and closed, and captures are begun and ended directly.
+
+    The first graph is never launched. It keeps the pool: the allocator lets a pool go with its last graph, and as long as memory of
+    it is cached the next capture into it fails. So a mode that can't be captured would take the next one with it.
 
     Args:
         device: with its index.
@@ -43,9 +51,11 @@ class CudaGraphBackend:
         self._device = device
         self._cuda = cuda
         self._stream = cuda.Stream(device)
-        self._pool = cuda.graph_pool_handle()
+        self._pool: Any = None
         self._in_session = False
         self._driver_bytes = 0
+        self._keeper: Any = None
+        self._replays: weakref.WeakSet[CudaReplay] = weakref.WeakSet()
         # Graphs whose capture failed. An allocator that still takes one to be under way calls back into it.
         self._failed: list[Any] = []
 
@@ -69,6 +79,7 @@ class CudaGraphBackend:
             self._in_session = False
         current.wait_stream(self._stream)
         self._cuda.synchronize(self._device)
+        self._release_unused_pool()
         # What warm-up runs left in the allocator's cache is of use to their stream only.
         self._cuda.empty_cache()
         self._driver_bytes += max(self._bytes_outside_allocator() - before, 0)
@@ -83,22 +94,14 @@ class CudaGraphBackend:
         """
         if not self._in_session:
             raise RuntimeError("a CUDA graph is captured within the backend's session, on its stream")
-        graph = self._cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            outputs = run()
-        except BaseException:
-            # An error may have invalidated the capture: ending it frees the stream, and reports once more what is raised already.
-            with contextlib.suppress(RuntimeError):
-                self._end_capture(graph)
-            graph.reset()
-            raise
-        try:
-            self._end_capture(graph)
-        except BaseException:
-            graph.reset()
-            raise
-        return CudaReplay(graph, lambda: self._cuda.synchronize(self._device)), outputs
+        if self._keeper is None:
+            # Each keeper has a pool of its own: the allocator may still know the one before, and takes no capture into that.
+            self._pool = self._cuda.graph_pool_handle()
+            self._keeper, _ = self._captured(self._one_kernel)
+        graph, outputs = self._captured(run)
+        replay = CudaReplay(graph, self._free)
+        self._replays.add(replay)
+        return replay, outputs
 
     def borrowed(self, tensor: Tensor) -> Tensor:
         """Returns a tensor in the same memory that doesn't own it."""
@@ -117,8 +120,47 @@ class CudaGraphBackend:
 
     def close(self) -> None:
         """Returns the pool, which no graph uses any more, to the device."""
+        self._release_unused_pool()
         self._cuda.empty_cache()
         self._driver_bytes = 0
+
+    def _one_kernel(self) -> Tensors:
+        """Launches the least of which torch doesn't warn that the graph is empty. It takes no memory of the pool."""
+        self._cuda._sleep(1)
+        return ()
+
+    def _captured(self, run: Callable[[], Tensors]) -> tuple[Any, Tensors]:
+        """Captures a graph; returns it, and what the callable returned."""
+        graph = self._cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = run()
+        except BaseException:
+            # An error may have invalidated the capture: ending it frees the stream, and reports once more what is raised already.
+            with contextlib.suppress(RuntimeError):
+                self._end_capture(graph)
+            graph.reset()
+            raise
+        try:
+            self._end_capture(graph)
+        except BaseException:
+            graph.reset()
+            raise
+        return graph, outputs
+
+    def _free(self, replay: CudaReplay) -> None:
+        """Waits until the device has run a graph, then frees it."""
+        self._cuda.synchronize(self._device)
+        replay.graph.reset()
+        self._replays.discard(replay)
+        if not self._in_session:
+            self._release_unused_pool()
+
+    def _release_unused_pool(self) -> None:
+        """Lets the pool go where it has no graph but its keeper, so that its memory can be freed."""
+        if self._keeper is not None and not self._replays:
+            self._keeper.reset()
+            self._keeper = None
 
     def _end_capture(self, graph: Any) -> None:
         """Ends a capture. Where that fails, tells the allocator, to which it would be under way for ever.
