@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -46,6 +47,17 @@ def check_dense(name: str, tensor: Tensor) -> None:
     """
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected elements of the last dimension side by side, found a stride of {tensor.stride(-1)}")
+
+
+def check_vector(name: str, tensor: Tensor, *, size: int, dtype: torch.dtype) -> None:
+    """Refuses anything but so many elements of one dtype, side by side: kernels read what is there as what they expect.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if tensor.shape != (size,) or tensor.dtype != dtype:
+        raise ValueError(f"{name}: expected [{size}] of {dtype}, found {list(tensor.shape)} of {tensor.dtype}")
+    check_dense(name, tensor)
 
 
 def check_same_layout(key_cache: Tensor, value_cache: Tensor) -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modelworker.ops.kernels.arguments import check_dense
+from modelworker.ops.kernels.arguments import check_dense, check_vector
 from modelworker.ops.kernels.geometry import SAMPLED, SAMPLED_WARPS
 
 
@@ -187,9 +187,21 @@ def _sample_tokens_kernel(
 def launch_sample_tokens(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Hot path: launches the kernel; takes and returns what `ops.sampling.sample_tokens` does."""
+    """Hot path: launches the kernel; takes and returns what `ops.sampling.sample_tokens` does.
+
+    Raises:
+        ValueError: a tensor has another dtype, shape or layout than the kernel reads.
+    """
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits: expected {torch.float32}, found {logits.dtype}")
     check_dense("logits", logits)
     num_rows, vocab_size = logits.shape
+    check_vector("temperatures", temperatures, size=num_rows, dtype=torch.float32)
+    check_vector("top_ks", top_ks, size=num_rows, dtype=torch.int32)
+    check_vector("top_ps", top_ps, size=num_rows, dtype=torch.float32)
+    check_vector("min_ps", min_ps, size=num_rows, dtype=torch.float32)
+    check_vector("seeds", seeds, size=num_rows, dtype=torch.int64)
+    check_vector("positions", positions, size=num_rows, dtype=torch.int64)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     are_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:

@@ -191,3 +191,41 @@ def test_a_draw_depends_on_its_seed_and_position_alone() -> None:
                               torch.tensor([i * 7]))[0] for i in range(20)])  # fmt: skip
     assert torch.equal(together, alone)
     assert len(set(together.tolist())) > 5
+
+
+NAMES = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions")
+
+
+def arguments() -> dict[str, Tensor]:
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    return {"logits": torch.randn(3, 20), **{name: torch.ones(3, dtype=dtype) for name, dtype in zip(NAMES, dtypes, strict=True)}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_that_the_kernel_would_misread_are_refused_by_name(name: str) -> None:
+    right = arguments()
+    SAMPLE(*right.values())
+    other = torch.float64 if right[name].is_floating_point() else torch.int16
+    strided = torch.stack((right[name], right[name]), 1)[:, 0]
+    for wrong in (strided, right[name].to(other), right[name][:2], right[name].unsqueeze(1)):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            SAMPLE(*{**right, name: wrong}.values())
+
+
+@pytest.mark.parametrize("logits", [torch.randn(3, 20).bfloat16(), torch.randn(20, 3).T], ids=["bf16", "strided"])
+def test_logits_that_the_kernel_would_misread_are_refused_by_name(logits: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"^logits: expected"):
+        SAMPLE(*{**arguments(), "logits": logits}.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_any_allowed_token_fails_as_on_a_cpu(temperature: float) -> None:
+    """Whether the router bans every token, or the model's own logits allow none."""
+    op = SampleTokens(ops=OpSettings(platform="cuda", triton=load_triton()))
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(9))
+    logits[1] = float("-inf")
+    sampling = parameters(3, temperature=temperature, seed=[1, 2, 3], banned=token_lists([[], [], list(range(40))]))
+    found, expected = run(logits, sampling, sample_tokens=op), run(logits, sampling)
+    assert found.finite.tolist() == expected.finite.tolist()
+    assert found.allowed.tolist() == expected.allowed.tolist() == [True, True, False]
+    assert found.succeeded.tolist() == expected.succeeded.tolist() == [True, False, False]
