@@ -135,6 +135,7 @@ def attention_geometry(
     num_kv_heads: int,
     head_dim: int,
     max_context: int,
+    window: int,
     dtype: torch.dtype,
 ) -> AttentionGeometry:
     """Chooses the tile and the grid.
@@ -147,6 +148,7 @@ def attention_geometry(
         num_kv_heads: of keys and values.
         head_dim: of both.
         max_context: tokens for which a sequence's row of the block table has room.
+        window: how many tokens a query sees; 0 = all.
         dtype: of queries, keys and values.
     """
     group = num_heads // num_kv_heads
@@ -157,6 +159,9 @@ def attention_geometry(
     # Programs that have work, as far as the shapes tell.
     programs = max(-(-num_tokens // block_queries), num_sequences) * num_kv_heads
     wanted = -(-gpu.wanted_programs // programs)
+    if window > 0:
+        # No program reads more, however long the sequence: the first of its queries sees the window, each other one token more.
+        max_context = min(max_context, window + block_queries - 1)
     for_length = min(-(-max_context // _LONG_CONTEXT), max(_MAX_SPLIT_PROGRAMS // programs, 1))
     num_splits = max(min(max(wanted, for_length), -(-max_context // tile.tokens), MAX_SPLITS), 1)
     return AttentionGeometry(tile=tile, block_queries=block_queries, num_blocks=num_blocks, num_splits=num_splits)

@@ -254,6 +254,7 @@ def launch_paged_attention(
         num_kv_heads=key_cache.shape[1],
         head_dim=head_dim,
         max_context=block_tables.shape[1] * key_cache.shape[2],
+        window=window,
         dtype=query.dtype,
     )
     launch_attention_form(

@@ -222,6 +222,32 @@ def test_the_chosen_geometry_has_blocks_for_every_division_of_the_tokens() -> No
         step = make_step(query_lens, [query + 2 if query else 0 for query in query_lens], num_heads=2, num_kv_heads=1)
         geometry = attention_geometry(
             ARCHITECTURES[90], num_tokens=16, num_sequences=len(query_lens), num_heads=2, num_kv_heads=1, head_dim=16,
-            max_context=64, dtype=torch.float32,
+            max_context=64, window=0, dtype=torch.float32,
         )  # fmt: skip
         check(step, geometry)
+
+
+def chosen(num_sequences: int, query_len: int, max_context: int, window: int) -> AttentionGeometry:
+    return attention_geometry(
+        ARCHITECTURES[90], num_tokens=num_sequences * query_len, num_sequences=num_sequences, num_heads=32, num_kv_heads=8,
+        head_dim=128, max_context=max_context, window=window, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_sequences", [1, 64])
+@pytest.mark.parametrize("query_len", [1, 4, 300])
+@pytest.mark.parametrize("window", [64, 1024, 6000])
+def test_a_long_context_is_divided_as_one_that_fills_the_window(num_sequences: int, query_len: int, window: int) -> None:
+    long, filled = (chosen(num_sequences, query_len, context, window) for context in (131072, window + 300))
+    assert long == filled
+    # Each program has a tile of what the first sees; one more where the window begins in the middle of a tile.
+    assert (long.num_splits - 1) * long.tile.tokens < window + long.block_queries
+    assert chosen(1, 1, 131072, 0).num_splits > chosen(1, 1, 131072, 64).num_splits
+
+
+def test_a_window_that_is_longer_than_the_context_changes_nothing() -> None:
+    assert chosen(1, 1, 9000, 20000) == chosen(1, 1, 9000, 0)
+
+
+def test_a_window_is_joined_in_the_form_that_its_shapes_choose() -> None:
+    check(make_step([1], [300], num_heads=2, num_kv_heads=1, window=100, block_size=16, dtype=torch.float16))
