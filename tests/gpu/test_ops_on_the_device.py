@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from modelworker.ops.attention_spec import attention_variant
 from modelworker.ops.catalog import CATALOG
+from modelworker.ops.kernels.geometry import AttentionGeometry, architecture, attention_tiles
+from modelworker.ops.kernels.paged_attention import launch_attention_form
 from modelworker.ops.op_spec import RETURNED, TOKEN_COUNTS, Implementation, OpSpec, SampleShape, returned_at
 from modelworker.ops.triton_library import load_triton
 
@@ -123,3 +127,59 @@ def test_an_op_agrees_with_its_reference_on_the_device_and_writes_nothing_else(
 def test_every_triton_form_is_held_against_its_reference() -> None:
     names = {parameter.id.split("-")[0] for parameter in cases() if "-triton-" in parameter.id}
     assert names == (set(load_triton().names) if ON_CUDA else set())
+
+
+# Heads, KV heads and head_dim of Llama-3.1-8B, Llama-3.2-1B, SmolLM2-135M and Qwen3-0.6B; blocks as the worker has them.
+HEADS = ((32, 8, 128), (32, 8, 64), (9, 3, 64), (16, 8, 128))
+ATTENTION = CATALOG["paged_attention"]
+# What the worker runs on this device.
+IN_USE = ATTENTION.implementations(triton=load_triton() if ON_CUDA else None)[-1].run
+
+
+def attention_shape(heads: tuple[int, int, int], rows: Any, num_tokens: int, **layer: int) -> SampleShape:
+    num_heads, num_kv_heads, head_dim = heads
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": 32}
+    variant = attention_variant(rows, **sizes, **layer)  # type: ignore[arg-type]
+    return SampleShape(num_tokens=num_tokens, dtype=torch.bfloat16, padding=5, variant=variant)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "num_tokens", "layer"),
+    [
+        *(("decode", 3, {"context_len": context_len}) for context_len in (63, 64, 65, 2047)),
+        ("decode", 2, {"context_len": 9000}),
+        ("decode", 3, {"context_len": 2047, "window": 1024}),
+        ("prefill", 300, {}),
+        ("prefill", 30, {"context_len": 1500, "window": 1024}),
+        ("mixed", 230, {"context_len": 64}),
+    ],
+)
+def test_attention_of_models_agrees_with_its_reference(
+    heads: tuple[int, int, int], rows: str, num_tokens: int, layer: dict[str, int], device: torch.device
+) -> None:
+    with torch.inference_mode():
+        check(ATTENTION, IN_USE, attention_shape(heads, rows, num_tokens, **layer), device)
+
+
+@pytest.mark.skipif(not (ON_CUDA or triton.knobs.runtime.interpret), reason="Triton kernels need a GPU, or their interpreter")
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[2]], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_every_tile_of_attention_agrees_with_the_reference(
+    heads: tuple[int, int, int], num_splits: int, device: torch.device
+) -> None:
+    """Also where the shapes would have chosen another."""
+    num_heads, num_kv_heads, head_dim = heads
+    group = num_heads // num_kv_heads
+    tiles = attention_tiles(architecture(), group=group, head_dim=head_dim, dtype=torch.bfloat16)
+    assert len(tiles) == 3
+    for tile in tiles:
+
+        def run(query: Tensor, *others: Any, queries: int = tile.rows // group, tile: Any = tile) -> None:
+            *tensors, _, scale, window, soft_cap = others
+            num_blocks = query.shape[0] // queries + tensors[4].shape[0] + 1
+            form = AttentionGeometry(tile=tile, block_queries=queries, num_blocks=num_blocks, num_splits=num_splits)
+            launch_attention_form(query, *tensors, scale, window, soft_cap, form)
+
+        with torch.inference_mode():
+            check(ATTENTION, run, attention_shape(heads, "mixed", 102, context_len=150), device)
