@@ -76,9 +76,9 @@ ARCHITECTURES: Final[Mapping[int, Architecture]] = MappingProxyType(
             ),
         ),
         # H100 and H200: 132 multiprocessors, 227 KiB. Three stages keep a tile of 32 KiB under way (block ids come a stage before
-        # their keys) in 38 KiB and 128 registers: four programs of a decode fit, and have 128 KiB under way, where 4.8 TB/s x
-        # 1 us / 132 = 36 KiB are needed. Five stages would be two tiles, in three programs. 64 rows are what one warpgroup
-        # multiplies at once, 128 are two.
+        # their keys) in 38 KiB and 128 registers: four programs of a decode fit (with a window three, of 160 registers), and have
+        # 128 KiB under way, where 4.8 TB/s x 1 us / 132 = 36 KiB are needed. Five stages would be two tiles, in three programs. 64
+        # rows are what one warpgroup multiplies at once, 128 are two.
         90: Architecture(
             wanted_programs=264,
             tiles=(
