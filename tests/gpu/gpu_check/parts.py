@@ -33,7 +33,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
     {
         "versions": Part(budget_seconds=25, run=versions),
         "limits": Part(budget_seconds=25, run=limits),
-        "tests": Part(budget_seconds=90, run=device_tests),
+        "tests": Part(budget_seconds=150, run=device_tests),
         "steps-1B": Part(budget_seconds=80, run=partial(decodes_and_prefills, name="1B")),
         "steps-8B": Part(budget_seconds=100, run=partial(decodes_and_prefills, name="8B")),
         "attention-8B": Part(budget_seconds=30, run=partial(attention_alone, name="8B")),
