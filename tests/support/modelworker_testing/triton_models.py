@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from unittest import mock
 
 import numpy as np
@@ -25,8 +25,11 @@ from modelworker.worker.step_buffers import StepBuffers
 from modelworker_testing.bare_engine import fill_randomly, model_config_of
 from modelworker_testing.triton_launches import Launches, Resources, recorded_launches, resources
 
+Table: TypeAlias = dict[str, dict[str, list[Resources]]]
+"""What each form of each kernel needs, by case."""
+
 ROOT: Final = Path(__file__).resolve().parents[3]
-TABLE: Final = ROOT / "tests" / "data" / "triton_resources.json"
+TABLES: Final = ROOT / "tests" / "data" / "triton_resources.json"
 BLOCK_SIZE: Final = 32
 CAPABILITIES: Final = (80, 90, 100)
 
@@ -141,11 +144,13 @@ def resources_of(launches: Launches) -> dict[str, list[Resources]]:
     return {name: sorted(found, key=lambda one: one.registers) for name, found in sorted(table.items())}
 
 
-def read_table() -> dict[str, dict[str, list[Resources]]]:
-    """Returns the committed table, by model and capability."""
+def read_tables() -> dict[str, Table]:
+    """Returns the committed tables, by the version of Triton: another one's compiler needs other registers."""
     return {
-        case: {form: [Resources(*one) for one in found] for form, found in forms.items()}
-        for case, forms in json.loads(TABLE.read_text()).items()
+        version: {
+            case: {form: [Resources(*one) for one in found] for form, found in forms.items()} for case, forms in table.items()
+        }
+        for version, table in json.loads(TABLES.read_text()).items()
     }
 
 
@@ -162,7 +167,7 @@ def case_name(name: str, capability: int, dtype: torch.dtype) -> str:
 
 
 def main() -> None:
-    """Writes the table: registers, spilled bytes, shared bytes of every form."""
+    """Writes the table of the installed Triton, registers, spilled bytes, shared bytes of every form, beside those of others."""
     table = {}
     for case in cases():
         found = resources_of(launches_of(*case))
@@ -170,7 +175,8 @@ def main() -> None:
             form: [[one.registers, one.spilled_bytes, one.shared_bytes] for one in forms] for form, forms in found.items()
         }
         print(case_name(*case), sum(map(len, found.values())), "forms", flush=True)
-    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    tables = json.loads(TABLES.read_text())
+    TABLES.write_text(json.dumps({**tables, triton.__version__: table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
