@@ -22,6 +22,7 @@ from modelworker.worker.settings import (
     CacheSettings,
     DeviceSettings,
     ExecutionSettings,
+    FeedbackSettings,
     KvCacheSettings,
     ModelSettings,
     OpsSettings,
@@ -35,7 +36,16 @@ from modelworker.worker.terminal import TerminalProgress
 _EXIT_OK = 0
 _EXIT_DIFFERS = 1
 # What decides what an engine computes; the others are about the server.
-_SECTIONS = (ModelSettings, KvCacheSettings, StepSettings, DeviceSettings, OpsSettings, ExecutionSettings, CacheSettings)
+_SECTIONS = (
+    ModelSettings,
+    KvCacheSettings,
+    StepSettings,
+    FeedbackSettings,
+    DeviceSettings,
+    OpsSettings,
+    ExecutionSettings,
+    CacheSettings,
+)
 # Facts that need not be the same, and may explain a difference.
 _COMPARED = ("device_name", "attention", "optimization_level", "graph_mode", "ops", "versions")
 

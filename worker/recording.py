@@ -9,8 +9,9 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,11 +50,14 @@ _REASON = "steps_recorded"
 _log = logging.getLogger(__name__)
 
 
-class SeededEngine(StepEngine, Protocol):
-    """An engine whose random rows can be made to repeat themselves."""
+class RepeatableEngine(StepEngine, Protocol):
+    """An engine whose steps can be made to repeat themselves: what else decides them is given to it."""
 
     def seed_open_rows(self, number: int) -> None:
         """Makes the seeds of rows without one, of the steps that follow, a function of a number."""
+
+    def set_time(self, time_ns: int) -> None:
+        """Makes a moment of a monotonic clock the present of what follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,6 +67,7 @@ class _Executed:
     batch: StepBatch
     result: StepResult | None
     seed: int
+    time_ns: int
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +86,7 @@ class ReleasedSequences(NamedTuple):
     """Sequences of which the engine forgot the sampled tokens."""
 
     sequence_ids: UInt64Array
+    time_ns: int
 
 
 class _NewEpoch(NamedTuple):
@@ -135,11 +141,11 @@ class StepRecorder:
 
     # -- engine thread --
 
-    def step(self, batch: StepBatch, result: StepResult | None, seed: int) -> None:
+    def step(self, batch: StepBatch, result: StepResult | None, *, seed: int, time_ns: int) -> None:
         """Hot path: takes a step that was executed; without a result, it failed after launch."""
         if self._has_ended:
             return
-        executed = _Executed(batch=batch, result=result, seed=seed)
+        executed = _Executed(batch=batch, result=result, seed=seed, time_ns=time_ns)
         num_bytes = executed.num_bytes
         with self._work:
             is_full = self._pending_bytes + num_bytes > self._max_pending_bytes or len(self._pending) >= _MAX_PENDING_STEPS
@@ -151,11 +157,11 @@ class StepRecorder:
                 self._pending.append(executed)
             self._work.notify()
 
-    def release(self, sequence_ids: UInt64Array) -> None:
+    def release(self, sequence_ids: UInt64Array, *, time_ns: int) -> None:
         """Takes sequences that were released."""
         with self._work:
             if not self._has_ended and len(self._pending) < _MAX_PENDING_STEPS:
-                self._pending.append(ReleasedSequences(sequence_ids.copy()))
+                self._pending.append(ReleasedSequences(sequence_ids.copy(), time_ns))
                 self._work.notify()
 
     def new_epoch(self) -> None:
@@ -259,10 +265,20 @@ class StepRecorder:
 
 
 class RecordingEngine:
-    """An engine whose steps are recorded."""
+    """An engine whose steps are recorded.
 
-    def __init__(self, engine: SeededEngine, recorder: StepRecorder, folder: str) -> None:
+    Args:
+        engine: executes them.
+        recorder: takes them.
+        folder: where it writes.
+        clock_ns: monotonic.
+    """
+
+    def __init__(
+        self, engine: RepeatableEngine, recorder: StepRecorder, folder: str, *, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._engine = engine
+        self._clock_ns = clock_ns
         self._recorder = recorder
         self._seeds = np.random.default_rng()
         warning = Degradation(reason=_REASON, message=f"every executed step is written into {folder}: prompts and tokens are in it")
@@ -272,22 +288,25 @@ class RecordingEngine:
 
     def step(self, batch: StepBatch) -> StepResult:
         """Hot path: executes a step and hands it to the recorder."""
-        seed = int(self._seeds.integers(0, 2**64, dtype=np.uint64))
+        seed, time_ns = int(self._seeds.integers(0, 2**64, dtype=np.uint64)), self._clock_ns()
         self._engine.seed_open_rows(seed)
+        self._engine.set_time(time_ns)
         try:
             result = self._engine.step(batch)
         except (PreconditionError, OverloadedError):
             raise  # Nothing was executed.
         except Exception:
-            self._recorder.step(batch, None, seed)
+            self._recorder.step(batch, None, seed=seed, time_ns=time_ns)
             raise
-        self._recorder.step(batch, result, seed)
+        self._recorder.step(batch, result, seed=seed, time_ns=time_ns)
         return result
 
     def release_sequences(self, sequence_ids: UInt64Array) -> int:
         """Forgets the sampled tokens of sequences. Returns how many of them were known."""
+        time_ns = self._clock_ns()
+        self._engine.set_time(time_ns)
         num_released = self._engine.release_sequences(sequence_ids)
-        self._recorder.release(sequence_ids)
+        self._recorder.release(sequence_ids, time_ns=time_ns)
         return num_released
 
     def reset_kv_cache(self) -> None:
@@ -303,11 +322,13 @@ class RecordedStep(NamedTuple):
         request: what was asked for.
         answer: what the step came to; None: it failed after launch.
         seed: what the engine drew the seeds of rows without one from.
+        time_ns: when it was executed, by the worker's monotonic clock.
     """
 
     request: pb.ExecuteStepRequest
     answer: pb.ExecuteStepResponse | None
     seed: int
+    time_ns: int
 
 
 def read_steps(file: RecordingFile) -> Iterator[RecordedStep | ReleasedSequences | str]:
@@ -321,14 +342,14 @@ def read_steps(file: RecordingFile) -> Iterator[RecordedStep | ReleasedSequences
             yield record.request.decode(errors="replace")
             continue
         if record.kind is RecordKind.RELEASE:
-            yield ReleasedSequences(np.frombuffer(record.request, "<u8").astype(np.uint64))
+            yield ReleasedSequences(np.frombuffer(record.request, "<u8").astype(np.uint64), record.time_ns)
             continue
         try:
             request = pb.ExecuteStepRequest.FromString(record.request)
             answer = pb.ExecuteStepResponse.FromString(record.answer) if record.kind is RecordKind.STEP else None
         except DecodeError as error:
             raise SetupError(f"{file.path}: a record is no step: {error}") from error
-        yield RecordedStep(request, answer, record.seed)
+        yield RecordedStep(request, answer, record.seed, record.time_ns)
 
 
 def prepare_folder(folder: Path) -> None:
@@ -348,14 +369,14 @@ def prepare_folder(folder: Path) -> None:
 
 
 def _record_of_release(item: ReleasedSequences) -> Record:
-    return Record(kind=RecordKind.RELEASE, request=item.sequence_ids.astype("<u8").tobytes())
+    return Record(kind=RecordKind.RELEASE, time_ns=item.time_ns, request=item.sequence_ids.astype("<u8").tobytes())
 
 
 def _record_of(item: _Executed) -> Record:
     if item.result is None:
-        return Record(kind=RecordKind.FAULT, seed=item.seed, request=item.batch.request)
+        return Record(kind=RecordKind.FAULT, seed=item.seed, time_ns=item.time_ns, request=item.batch.request)
     answer = encode_result(item.batch, item.result, item.batch.worker_epoch).SerializeToString()
-    return Record(kind=RecordKind.STEP, seed=item.seed, request=item.batch.request, answer=answer)
+    return Record(kind=RecordKind.STEP, seed=item.seed, time_ns=item.time_ns, request=item.batch.request, answer=answer)
 
 
 def _as_chosen(settings: WorkerSettings, description: WorkerDescription) -> WorkerSettings:

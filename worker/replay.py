@@ -118,6 +118,7 @@ def _replay_file(engine: Engine, file: RecordingFile, report: ReplayReport, adva
             report.notes.append(f"{file.path.name}: the recording ended after step {step_number}, before its epoch: {step}")
             continue
         if isinstance(step, ReleasedSequences):
+            engine.set_time(step.time_ns)
             engine.release_sequences(step.sequence_ids)
             continue
         step_number += 1
@@ -144,6 +145,7 @@ def _execute(engine: Engine, step: RecordedStep, where: str) -> tuple[StepBatch,
     except WorkerError as error:
         raise SetupError(f"{where} is refused by this engine: {error}") from error
     engine.seed_open_rows(step.seed)
+    engine.set_time(step.time_ns)
     try:
         return batch, engine.step(batch)
     except Exception as error:

@@ -27,14 +27,18 @@ from modelworker_testing.serving import SumEngine, async_test, running_server, s
 
 
 class SeededSumEngine(SumEngine):
-    """A `SumEngine` that notes with which numbers its open rows were seeded."""
+    """A `SumEngine` that notes with which numbers its open rows were seeded, and what time it was told."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
         self.seeds: list[int] = []
+        self.times_ns: list[int] = []
 
     def seed_open_rows(self, number: int) -> None:
         self.seeds.append(number)
+
+    def set_time(self, time_ns: int) -> None:
+        self.times_ns.append(time_ns)
 
 
 def settings_for(folder: Path, limit: int = 2**20) -> WorkerSettings:
@@ -89,6 +93,8 @@ def test_steps_are_recorded_in_the_order_of_execution_with_their_answers_and_see
     (steps,) = world.read()
     assert tokens_of(steps) == [([token, token + 1], [2 * token + 1]) for token in range(50)]
     assert [step.seed for step in steps if isinstance(step, RecordedStep)] == world.inner.seeds
+    assert [step.time_ns for step in steps if isinstance(step, RecordedStep)] == world.inner.times_ns
+    assert world.inner.times_ns == sorted(world.inner.times_ns)
     assert len(set(world.inner.seeds)) == 50
     assert world.counters.snapshot()["steps_recorded_total"] == 50
 
@@ -135,6 +141,7 @@ def test_releases_of_sequences_are_recorded_in_their_turn(tmp_path: Path) -> Non
     assert [type(step) for step in steps] == [RecordedStep, ReleasedSequences, RecordedStep]
     assert isinstance(steps[1], ReleasedSequences)
     assert steps[1].sequence_ids.tolist() == ids.tolist()
+    assert steps[1].time_ns == world.inner.times_ns[2]
 
 
 def test_files_and_a_new_folder_belong_to_the_owner_alone_whatever_the_umask(tmp_path: Path) -> None:
@@ -275,6 +282,7 @@ records = st.builds(
     Record,
     kind=st.sampled_from(RecordKind),
     seed=st.integers(0, 2**64 - 1),
+    time_ns=st.integers(0, 2**64 - 1),
     request=st.binary(max_size=50),
     answer=st.binary(max_size=50),
 )
@@ -329,8 +337,8 @@ def test_a_flipped_bit_of_a_records_content_is_found(
         (b"\xff\xfe\x00", "is no recording"),
         (b"[1]\n", "is no recording"),
         (b'{"format": "another"}\n', "is no recording"),
-        (b'{"format": "modelworker steps", "version": 2}\n', "has version 2 of the format, expected 1"),
-        (b'{"format": "modelworker steps", "version": 1}\n', "the header is not complete"),
+        (b'{"format": "modelworker steps", "version": 1}\n', "has version 1 of the format, expected 2"),
+        (b'{"format": "modelworker steps", "version": 2}\n', "the header is not complete"),
     ],
 )
 def test_a_file_that_is_no_recording_is_refused_with_its_name(tmp_path: Path, content: bytes, expected: str) -> None:
