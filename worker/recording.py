@@ -41,7 +41,8 @@ from modelworker.worker.wire import encode_result
 RECORDING_THREAD_NAME = "recording"
 
 _MAX_PENDING_BYTES = 64 * 2**20
-_MAX_PENDING_STEPS = 4096
+# Steps and releases.
+_MAX_PENDING = 4096
 # Kept free for the record that says why a recording ended.
 _END_BYTES = 512
 _CLOSE_SECONDS = 10.0
@@ -62,9 +63,12 @@ class RepeatableEngine(StepEngine, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Executed:
-    """An executed step, or one that failed (`result` is None)."""
+    """An executed step, or one that failed (`result` is None): what is written of it, so that the batch need not be kept for it."""
 
-    batch: StepBatch
+    request: bytes
+    step_id: int
+    client_tag: int
+    worker_epoch: int
     result: StepResult | None
     seed: int
     time_ns: int
@@ -72,7 +76,7 @@ class _Executed:
     @property
     def num_bytes(self) -> int:
         """Memory that keeping it takes, roughly."""
-        return len(self.batch.request) + (0 if self.result is None else self.result.num_bytes)
+        return len(self.request) + (0 if self.result is None else self.result.num_bytes)
 
 
 class _End(NamedTuple):
@@ -88,6 +92,11 @@ class ReleasedSequences(NamedTuple):
     sequence_ids: UInt64Array
     time_ns: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that keeping it takes, roughly."""
+        return self.sequence_ids.nbytes
+
 
 class _NewEpoch(NamedTuple):
     """What follows does not read what was written before."""
@@ -100,7 +109,7 @@ class StepRecorder:
         settings: of the worker.
         description: of the worker.
         counters: where it counts.
-        max_pending_bytes: of steps that wait to be written; beyond, the recording of the epoch ends.
+        max_pending_bytes: of steps and releases that wait to be written; beyond, the recording of the epoch ends.
     """
 
     def __init__(
@@ -143,26 +152,33 @@ class StepRecorder:
 
     def step(self, batch: StepBatch, result: StepResult | None, *, seed: int, time_ns: int) -> None:
         """Hot path: takes a step that was executed; without a result, it failed after launch."""
-        if self._has_ended:
-            return
-        executed = _Executed(batch=batch, result=result, seed=seed, time_ns=time_ns)
-        num_bytes = executed.num_bytes
-        with self._work:
-            is_full = self._pending_bytes + num_bytes > self._max_pending_bytes or len(self._pending) >= _MAX_PENDING_STEPS
-            if is_full:
-                self._has_ended = True
-                self._pending.append(_End("overflow", "steps were executed faster than they could be written"))
-            else:
-                self._pending_bytes += num_bytes
-                self._pending.append(executed)
-            self._work.notify()
+        executed = _Executed(
+            request=batch.request,
+            step_id=batch.step_id,
+            client_tag=batch.client_tag,
+            worker_epoch=batch.worker_epoch,
+            result=result,
+            seed=seed,
+            time_ns=time_ns,
+        )
+        self._append_pending(executed)
 
     def release(self, sequence_ids: UInt64Array, *, time_ns: int) -> None:
         """Takes sequences that were released."""
+        self._append_pending(ReleasedSequences(sequence_ids.copy(), time_ns))
+
+    def _append_pending(self, item: _Executed | ReleasedSequences) -> None:
+        """Hands something to the writer. Where too much waits, this epoch's recording ends: nothing is left out of its middle."""
+        if self._has_ended:
+            return
         with self._work:
-            if not self._has_ended and len(self._pending) < _MAX_PENDING_STEPS:
-                self._pending.append(ReleasedSequences(sequence_ids.copy(), time_ns))
-                self._work.notify()
+            if self._pending_bytes + item.num_bytes > self._max_pending_bytes or len(self._pending) >= _MAX_PENDING:
+                self._has_ended = True
+                self._pending.append(_End("overflow", "steps were executed faster than they could be written"))
+            else:
+                self._pending_bytes += item.num_bytes
+                self._pending.append(item)
+            self._work.notify()
 
     def new_epoch(self) -> None:
         """Lets what follows go into a file of its own."""
@@ -190,7 +206,7 @@ class StepRecorder:
         with self._work:
             self._work.wait_for(lambda: self._pending)
             item = self._pending.popleft()
-            if isinstance(item, _Executed):
+            if isinstance(item, _Executed | ReleasedSequences):
                 self._pending_bytes -= item.num_bytes
             return item
 
@@ -208,10 +224,10 @@ class StepRecorder:
             self._write_within_bound(self._file, _record_of_release(item))
 
     def _write_step(self, item: _Executed) -> None:
-        if not item.batch.request:
+        if not item.request:
             self._end("no_request", "a step came without its request")
             return
-        content = b"" if self._file is not None else encode_header(self._header(item.batch))
+        content = b"" if self._file is not None else encode_header(self._header(item.worker_epoch))
         content += _record_of(item).encode()
         if len(content) + _END_BYTES > self._bytes_left:
             self._end("limit", "--record-steps-limit is reached")
@@ -222,9 +238,9 @@ class StepRecorder:
         self._append(self._file, content)
         self._counters.increment("steps_recorded_total")
 
-    def _header(self, first: StepBatch) -> RecordingHeader:
+    def _header(self, epoch: int) -> RecordingHeader:
         return RecordingHeader(
-            epoch=first.worker_epoch,
+            epoch=epoch,
             recorded_at=datetime.now(UTC).isoformat(timespec="seconds"),
             settings=self._settings,
             worker=self._worker,
@@ -374,9 +390,9 @@ def _record_of_release(item: ReleasedSequences) -> Record:
 
 def _record_of(item: _Executed) -> Record:
     if item.result is None:
-        return Record(kind=RecordKind.FAULT, seed=item.seed, time_ns=item.time_ns, request=item.batch.request)
-    answer = encode_result(item.batch, item.result, item.batch.worker_epoch).SerializeToString()
-    return Record(kind=RecordKind.STEP, seed=item.seed, time_ns=item.time_ns, request=item.batch.request, answer=answer)
+        return Record(kind=RecordKind.FAULT, seed=item.seed, time_ns=item.time_ns, request=item.request)
+    answer = encode_result(item, item.result, item.worker_epoch).SerializeToString()
+    return Record(kind=RecordKind.STEP, seed=item.seed, time_ns=item.time_ns, request=item.request, answer=answer)
 
 
 def _as_chosen(settings: WorkerSettings, description: WorkerDescription) -> WorkerSettings:

@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -173,26 +174,106 @@ def test_recording_stops_at_its_bound_in_whole_steps_and_says_so(tmp_path: Path,
     assert len(recorded) == world.counters.snapshot().get("steps_recorded_total", 0)
 
 
-def test_a_disk_that_is_too_slow_ends_the_epochs_recording_and_never_holds_up_a_step(tmp_path: Path) -> None:
-    world = World(tmp_path / "steps", max_pending_bytes=20_000)
-    world.step(1)
-    pipe = tmp_path / "steps" / "000002.steps"
-    # The writer waits in os.write once the pipe is full: a reader that does not read is a disk that does not answer.
-    reader, writer = os.pipe()
-    wait_until(lambda: world.recorder._file is not None)
-    os.dup2(writer, world.recorder._file)
-    for token in range(500):
-        world.step(token, *range(300))
-    assert world.recorder._has_ended
+def descriptor_of(path: Path) -> int:
+    """The one under which this process has a file open, once it has."""
+
+    def find() -> int | None:
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if link.readlink() == path:
+                    return int(link.name)
+        return None
+
+    wait_until(lambda: find() is not None)
+    found = find()
+    assert found is not None
+    return found
+
+
+class SlowDisk:
+    """Takes the place of a file that is written: nothing of it is read, so that after some pages the writer waits in `os.write`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader, writer = os.pipe()
+        os.dup2(writer, descriptor_of(path))
+        os.close(writer)
+        self._thread = threading.Thread(target=self._recover)
+
+    def recover(self) -> None:
+        """Begins to take what is written, up to where the file is closed."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Puts what it took where it belongs."""
+        self._thread.join()
+
+    def _recover(self) -> None:
+        with os.fdopen(self._reader, "rb") as pipe, self._path.open("ab") as file:
+            file.write(pipe.read())
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        [("step", 900)],
+        [("step", 1)],
+        [("release", 900)],
+        [("release", 1)],
+        [("step", 9), ("release", 900)],
+        [("step", 9), ("release", 9)],
+    ],
+    ids=lambda flood: " and ".join(f"{kind} of {size}" for kind, size in flood),
+)
+def test_a_disk_that_is_too_slow_ends_the_epochs_recording_and_never_holds_up_a_step(
+    tmp_path: Path, flood: list[tuple[str, int]]
+) -> None:
+    """What was written is all that came before the end: neither a step nor a release is left out of the middle."""
+    world = World(tmp_path / "steps", max_pending_bytes=300_000)
+    world.engine.step(world.batch([1], client_tag=0))
+    disk = SlowDisk(world.folder / "000001.steps")
+    num_items = 400 if max(size for _, size in flood) > 100 else 6000
+    for number in range(1, num_items):
+        kind, size = flood[number % len(flood)]
+        if kind == "step":
+            world.engine.step(world.batch([1] * size, client_tag=number))
+        else:
+            world.engine.release_sequences(np.arange(number, number + size, dtype=np.uint64))
+    disk.recover()
+    wait_until(lambda: 'recordings_ended_total{reason="overflow"}' in world.counters.snapshot())
     world.engine.reset_kv_cache()
     world.step(7)
-    drained = threading.Thread(target=drain, args=(reader,))
-    drained.start()
-    os.close(writer)
     world.recorder.close()
-    drained.join()
-    assert tokens_of(list(read_steps(RecordingFile(pipe)))) == [([7], [7])]
+    disk.join()
+    first, second = (list(read_steps(RecordingFile(path))) for path in sorted(world.folder.iterdir()))
+    *kept, end = first
+    assert end == "steps were executed faster than they could be written"
+    numbers = [
+        step.request.client_tag if isinstance(step, RecordedStep) else int(step.sequence_ids[0])
+        for step in kept
+        if not isinstance(step, str)
+    ]
+    assert numbers == list(range(len(numbers)))
+    assert 10 < len(numbers) < num_items
+    assert tokens_of(second) == [([7], [7])]
     assert world.counters.snapshot()['recordings_ended_total{reason="overflow"}'] == 1
+
+
+def test_a_step_that_waits_to_be_written_does_not_keep_its_batch(tmp_path: Path) -> None:
+    """Its arrays take several times the memory that is accounted for."""
+    world = World(tmp_path / "steps")
+    world.step(0)
+    disk = SlowDisk(world.folder / "000001.steps")
+    batches = []
+    for _ in range(100):
+        batch = world.batch([1] * 900)
+        batches.append(weakref.ref(batch))
+        world.engine.step(batch)
+        del batch
+    assert sum(batch() is not None for batch in batches) <= 1  # The writer may be in one.
+    disk.recover()
+    world.recorder.close()
+    disk.join()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -203,17 +284,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("that never happened")
 
 
-def drain(reader: int) -> None:
-    with os.fdopen(reader, "rb") as pipe:
-        pipe.read()
-
-
 def test_a_write_that_fails_ends_the_recording_of_the_epoch_and_not_the_worker(tmp_path: Path) -> None:
     world = World(tmp_path / "steps")
     world.step(1)
-    wait_until(lambda: world.recorder._file is not None)
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, world.recorder._file)
+    os.dup2(full, descriptor_of(world.folder / "000001.steps"))
     os.close(full)
     assert world.step(2).sampled_ids == [2]
     assert world.step(3).sampled_ids == [3]
