@@ -24,13 +24,12 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelworker.graphs.cpu_backend import CpuReplay
-from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.ops.cpu.kernel_list import TimedRun
 from modelworker.ops.cpu.recorder import RecordedStep
 from modelworker.worker.batch import GraphExecution, StepBatch
 from modelworker.worker.engine import Engine
 from modelworker.worker.machine_limits import MachineLimits
-from modelworker.worker.step_runner import Way
+from modelworker.worker.step_runner import PLAIN_WAY, Way
 from modelworker.worker.trace_events import (
     REPLAY,
     STEP,
@@ -50,7 +49,6 @@ LIST = "between recorded kernels"
 IDLE = "GPU idle: waits for the host"
 
 _WARM_UP_STEPS = 3
-_PLAIN = Way(Choice(None, Reason.NONE), is_plain=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +270,7 @@ def _find_weights(engine: Engine, batch: StepBatch) -> dict[WeightUse, Weight]:
     names = {parameter.data_ptr(): name for name, parameter in engine.model.named_parameters()}
     noting = _NotingWeights({weight.data_ptr(): weight for weight in engine.model.weights_read() if weight.dim() > 1})
     with noting:
-        engine.step_as(batch, _PLAIN)
+        engine.step_as(batch, PLAIN_WAY)
     return {
         use: Weight(
             names=tuple(sorted({_without_number(names[weight.data_ptr()]) for weight in found})),

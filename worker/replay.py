@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.worker.batch import IndexArray, StepBatch, StepResult
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError, WorkerError
 from modelworker.worker.recording import RecordedStep, ReleasedSequences, read_steps
 from modelworker.worker.recording_file import RecordingFile
-from modelworker.worker.step_runner import Way
+from modelworker.worker.step_runner import PLAIN_WAY
 from modelworker.worker.wire import encode_result, parse_step
-
-_PLAIN = Way(Choice(None, Reason.NONE), is_plain=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,7 +234,7 @@ def _margin(engine: Engine, batch: StepBatch, step: RecordedStep, hidden_row: in
     blocks = np.unique(batch.slots(engine.description.kv_cache.block_size) // engine.description.kv_cache.block_size)
     with torch.inference_mode():
         kept = _copy_blocks(engine, blocks)
-        hidden, _ = engine.runner.decode(batch, engine.runner.stage(batch, None), _PLAIN)
+        hidden, _ = engine.runner.decode(batch, engine.runner.stage(batch, None), PLAIN_WAY)
         logits = engine.model.compute_logits(hidden[hidden_row : hidden_row + 1])[0]
         for cache, blocks_before in kept:
             cache[torch.from_numpy(blocks).to(cache.device)] = blocks_before
