@@ -15,8 +15,7 @@ from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError
 from modelworker.worker.flags import CommandParser, add_settings
 from modelworker.worker.progress import LogProgress, Progress
-from modelworker.worker.recording import facts_of
-from modelworker.worker.recording_file import FILE_PATTERN, RecordingFile
+from modelworker.worker.recording import FILE_PATTERN, RecordingFile, facts_of
 from modelworker.worker.replay import ReplayReport, replay_files
 from modelworker.worker.replay_logprobs import LogprobsComparison
 from modelworker.worker.settings import (

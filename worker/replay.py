@@ -11,8 +11,7 @@ import torch
 from modelworker.worker.batch import IndexArray, SamplingBatch, StepBatch, StepResult
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError, WorkerError
-from modelworker.worker.recording import RecordedStep, ReleasedSequences, read_steps
-from modelworker.worker.recording_file import RecordingFile
+from modelworker.worker.recording import ExecutedStep, RecordingFile, ReleasedSequences, read_steps
 from modelworker.worker.replay_logprobs import LogprobsComparison
 from modelworker.worker.step_runner import PLAIN_WAY
 from modelworker.worker.wire import encode_result, parse_step
@@ -132,7 +131,7 @@ def _replay_file(engine: Engine, file: RecordingFile, report: ReplayReport, adva
         report.notes.append(f"{file.path.name}: the last record is cut off: the worker was killed while it was written")
 
 
-def _replay_step(engine: Engine, step: RecordedStep, file: str, number: int, report: ReplayReport) -> None:
+def _replay_step(engine: Engine, step: ExecutedStep, file: str, number: int, report: ReplayReport) -> None:
     where = f"{file}: step {number}"
     batch, result = _execute(engine, step, where)
     report.num_steps += 1
@@ -144,7 +143,7 @@ def _replay_step(engine: Engine, step: RecordedStep, file: str, number: int, rep
         _compare(engine, batch, step, encode_result(batch, result, batch.worker_epoch), file, number, report)
 
 
-def _execute(engine: Engine, step: RecordedStep, where: str) -> tuple[StepBatch, StepResult | None]:
+def _execute(engine: Engine, step: ExecutedStep, where: str) -> tuple[StepBatch, StepResult | None]:
     """Executes a step as it was executed; where it failed then and fails now, there is no result."""
     try:
         batch = parse_step(step.request, engine.description, arrival_ns=time.monotonic_ns(), deadline_ns=None)
@@ -161,7 +160,7 @@ def _execute(engine: Engine, step: RecordedStep, where: str) -> tuple[StepBatch,
 
 
 def _compare(
-    engine: Engine, batch: StepBatch, step: RecordedStep, replayed: Any, file: str, number: int, report: ReplayReport
+    engine: Engine, batch: StepBatch, step: ExecutedStep, replayed: Any, file: str, number: int, report: ReplayReport
 ) -> None:
     recorded: Any = step.answer
     report.num_tokens += len(recorded.sampled_ids)
@@ -239,7 +238,7 @@ def _is_plainly_greedy(sampling: SamplingBatch | None, row: int) -> bool:
     return bool(sampling.temperature[row] == 0 and not sampling.has_penalties[row] and not has_list and not is_masked)
 
 
-def _margin(engine: Engine, batch: StepBatch, step: RecordedStep, hidden_row: int, place: _Place) -> float | None:
+def _margin(engine: Engine, batch: StepBatch, step: ExecutedStep, hidden_row: int, place: _Place) -> float | None:
     """Returns by how much the logit of the replayed token is above that of the recorded one, by plain modules.
 
     The step is executed once more for it, and the KV cache left as it was. Not known where that can't be: tokens from feedback, or

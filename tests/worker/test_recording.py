@@ -19,8 +19,20 @@ from modelworker.worker.batch import StepBatch, StepResult
 from modelworker.worker.cli import main
 from modelworker.worker.counters import Counters
 from modelworker.worker.errors import PreconditionError, PreconditionReason, SettingsError, SetupError
-from modelworker.worker.recording import RecordedStep, RecordingEngine, ReleasedSequences, StepRecorder, prepare_folder, read_steps
-from modelworker.worker.recording_file import Record, RecordingFile, RecordingHeader, RecordKind, create_file, encode_header
+from modelworker.worker.recording import (
+    ExecutedStep,
+    Record,
+    RecordingEngine,
+    RecordingFile,
+    RecordingHeader,
+    RecordKind,
+    ReleasedSequences,
+    StepRecorder,
+    create_file,
+    encode_header,
+    prepare_folder,
+    read_steps,
+)
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, RecordingSettings, WorkerSettings
 from modelworker.worker.settings_record import settings_as_record, settings_from_record, with_overrides
 from modelworker.worker.wire import parse_step
@@ -65,18 +77,18 @@ class World:
     def step(self, *tokens: int) -> StepResult:
         return self.engine.step(self.batch(list(tokens)))
 
-    def read(self) -> list[list[RecordedStep | ReleasedSequences | str]]:
+    def read(self) -> list[list[ExecutedStep | ReleasedSequences | str]]:
         """Closes the recorder, and reads the files in their order."""
         self.recorder.close()
         return [list(read_steps(RecordingFile(path))) for path in sorted(self.folder.iterdir())]
 
 
-def tokens_of(steps: list[RecordedStep | ReleasedSequences | str]) -> list[tuple[list[int], list[int]]]:
+def tokens_of(steps: list[ExecutedStep | ReleasedSequences | str]) -> list[tuple[list[int], list[int]]]:
     """Tokens in and out of each step."""
     return [
         (list(step.request.token_ids), list(step.answer.sampled_ids))
         for step in steps
-        if isinstance(step, RecordedStep) and step.answer is not None
+        if isinstance(step, ExecutedStep) and step.answer is not None
     ]
 
 
@@ -93,8 +105,8 @@ def test_steps_are_recorded_in_the_order_of_execution_with_their_answers_and_see
         world.step(token, token + 1)
     (steps,) = world.read()
     assert tokens_of(steps) == [([token, token + 1], [2 * token + 1]) for token in range(50)]
-    assert [step.seed for step in steps if isinstance(step, RecordedStep)] == world.inner.seeds
-    assert [step.time_ns for step in steps if isinstance(step, RecordedStep)] == world.inner.times_ns
+    assert [step.seed for step in steps if isinstance(step, ExecutedStep)] == world.inner.seeds
+    assert [step.time_ns for step in steps if isinstance(step, ExecutedStep)] == world.inner.times_ns
     assert world.inner.times_ns == sorted(world.inner.times_ns)
     assert len(set(world.inner.seeds)) == 50
     assert world.counters.snapshot()["steps_recorded_total"] == 50
@@ -123,8 +135,8 @@ def test_a_refused_step_is_not_recorded_and_a_failed_one_is_as_such(tmp_path: Pa
         world.step(3)
     (steps,) = world.read()
     first, second = steps
-    assert isinstance(first, RecordedStep)
-    assert isinstance(second, RecordedStep)
+    assert isinstance(first, ExecutedStep)
+    assert isinstance(second, ExecutedStep)
     assert first.answer is not None
     assert list(first.request.token_ids) == [1]
     assert second.answer is None
@@ -139,7 +151,7 @@ def test_releases_of_sequences_are_recorded_in_their_turn(tmp_path: Path) -> Non
     world.engine.release_sequences(ids)
     world.step(2)
     (steps,) = world.read()
-    assert [type(step) for step in steps] == [RecordedStep, ReleasedSequences, RecordedStep]
+    assert [type(step) for step in steps] == [ExecutedStep, ReleasedSequences, ExecutedStep]
     assert isinstance(steps[1], ReleasedSequences)
     assert steps[1].sequence_ids.tolist() == ids.tolist()
     assert steps[1].time_ns == world.inner.times_ns[2]
@@ -249,7 +261,7 @@ def test_a_disk_that_is_too_slow_ends_the_epochs_recording_and_never_holds_up_a_
     *kept, end = first
     assert end == "steps were executed faster than they could be written"
     numbers = [
-        step.request.client_tag if isinstance(step, RecordedStep) else int(step.sequence_ids[0])
+        step.request.client_tag if isinstance(step, ExecutedStep) else int(step.sequence_ids[0])
         for step in kept
         if not isinstance(step, str)
     ]
@@ -336,8 +348,8 @@ async def test_a_server_that_records_keeps_the_requests_bytes_as_they_came(tmp_p
             sent = [step_request([1, 2, token], client_tag=token) for token in range(5)]
             answers = [await running.stub.ExecuteStep(request) for request in sent]
     steps = list(read_steps(RecordingFile(tmp_path / "steps" / "000001.steps")))
-    assert [step.request for step in steps if isinstance(step, RecordedStep)] == sent
-    recorded = [step.answer for step in steps if isinstance(step, RecordedStep)]
+    assert [step.request for step in steps if isinstance(step, ExecutedStep)] == sent
+    recorded = [step.answer for step in steps if isinstance(step, ExecutedStep)]
     assert [answer.sampled_ids for answer in recorded if answer] == [answer.sampled_ids for answer in answers]
 
 

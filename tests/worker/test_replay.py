@@ -25,8 +25,17 @@ from modelworker.worker.command_replay import find_recordings, format_report
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError
-from modelworker.worker.recording import RecordedStep, RecordingEngine, StepRecorder, prepare_folder, read_steps
-from modelworker.worker.recording_file import Record, RecordingFile, RecordKind, encode_header
+from modelworker.worker.recording import (
+    ExecutedStep,
+    Record,
+    RecordingEngine,
+    RecordingFile,
+    RecordKind,
+    StepRecorder,
+    encode_header,
+    prepare_folder,
+    read_steps,
+)
 from modelworker.worker.replay import ReplayReport, replay_files
 from modelworker.worker.scheduler import Scheduler
 from modelworker.worker.scheduler.types import Request, Sampling, SchedulerSettings
@@ -450,7 +459,7 @@ def test_a_pipelined_stream_with_feedback_and_drafts_is_replayed_equal(
             scheduler.run_until_idle(lambda event: None)
             session.release()
             session.close()
-    requests = [step.request for file in find_recordings(folder) for step in read_steps(file) if isinstance(step, RecordedStep)]
+    requests = [step.request for file in find_recordings(folder) for step in read_steps(file) if isinstance(step, ExecutedStep)]
     assert any(-1 in request.token_ids for request in requests)
     assert any(max(request.draft_lens, default=0) > 0 for request in requests)
     assert any(request.HasField("block_copies") for request in requests)

@@ -1,44 +1,32 @@
-"""Recording of executed steps, off by default: a wrong token in the field becomes a file for `modelworker replay`.
+"""Writes executed steps into files, on a thread of its own.
 
-The engine thread hands each step over (`RecordingEngine`), a thread of its own encodes and writes it (`StepRecorder`). A file
-begins with an epoch. From where something is missing on, the rest of the epoch is left out, for its KV would be missing too. The
-format stands in `recording_file`.
+A file begins with an epoch. From where something is missing on, the rest of the epoch is left out, for its KV would be missing too.
 """
 
 import logging
 import os
 import tempfile
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
-from google.protobuf.message import DecodeError
-
-from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import StepBatch, StepResult, UInt64Array
 from modelworker.worker.counters import Counters
-from modelworker.worker.description import Degradation, WorkerDescription
-from modelworker.worker.errors import OverloadedError, PreconditionError, SettingsError, SetupError
-from modelworker.worker.executor import StepEngine
-from modelworker.worker.recording_file import (
-    Record,
-    RecordingFile,
-    RecordingHeader,
-    RecordKind,
-    create_file,
-    encode_header,
-)
+from modelworker.worker.description import WorkerDescription
+from modelworker.worker.errors import SettingsError
+from modelworker.worker.recording.facts import as_chosen, facts_of
+from modelworker.worker.recording.file import Record, RecordingHeader, RecordKind, create_file, encode_header
+from modelworker.worker.recording.reader import ReleasedSequences
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.settings_record import settings_as_record
 from modelworker.worker.wire import encode_result
 
-RECORDING_THREAD_NAME = "recording"
+_THREAD_NAME = "recording"
+# Reason of the degradation.
+STEPS_RECORDED = "steps_recorded"
 
 _MAX_PENDING_BYTES = 64 * 2**20
 # Steps and releases.
@@ -46,19 +34,8 @@ _MAX_PENDING = 4096
 # Kept free for the record that says why a recording ended.
 _END_BYTES = 512
 _CLOSE_SECONDS = 10.0
-_REASON = "steps_recorded"
 
 _log = logging.getLogger(__name__)
-
-
-class RepeatableEngine(StepEngine, Protocol):
-    """An engine whose steps can be made to repeat themselves: what else decides them is given to it."""
-
-    def seed_open_rows(self, number: int) -> None:
-        """Makes the seeds of rows without one, of the steps that follow, a function of a number."""
-
-    def set_time(self, time_ns: int) -> None:
-        """Makes a moment of a monotonic clock the present of what follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,18 +63,6 @@ class _End(NamedTuple):
     message: str
 
 
-class ReleasedSequences(NamedTuple):
-    """Sequences of which the engine forgot the sampled tokens."""
-
-    sequence_ids: UInt64Array
-    time_ns: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that keeping it takes, roughly."""
-        return self.sequence_ids.nbytes
-
-
 class _NewEpoch(NamedTuple):
     """What follows does not read what was written before."""
 
@@ -120,7 +85,7 @@ class StepRecorder:
         *,
         max_pending_bytes: int = _MAX_PENDING_BYTES,
     ) -> None:
-        self._settings = settings_as_record(_as_chosen(settings, description))
+        self._settings = settings_as_record(as_chosen(settings, description))
         self._worker = facts_of(description)
         self._folder = Path(settings.recording.record_steps)
         self._counters = counters
@@ -135,8 +100,8 @@ class StepRecorder:
         self._num_files = 0
         self._file: int | None = None
         self._skips_epoch = False
-        counters.increment("degradations_total", reason=_REASON)
-        self._thread = threading.Thread(target=self._run, name=RECORDING_THREAD_NAME, daemon=True)
+        counters.increment("degradations_total", reason=STEPS_RECORDED)
+        self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -280,94 +245,6 @@ class StepRecorder:
             self._file = None
 
 
-class RecordingEngine:
-    """An engine whose steps are recorded.
-
-    Args:
-        engine: executes them.
-        recorder: takes them.
-        folder: where it writes.
-        clock_ns: monotonic.
-    """
-
-    def __init__(
-        self, engine: RepeatableEngine, recorder: StepRecorder, folder: str, *, clock_ns: Callable[[], int] = time.monotonic_ns
-    ) -> None:
-        self._engine = engine
-        self._clock_ns = clock_ns
-        self._recorder = recorder
-        self._seeds = np.random.default_rng()
-        warning = Degradation(reason=_REASON, message=f"every executed step is written into {folder}: prompts and tokens are in it")
-        described = engine.description
-        self.description = replace(described, degradations=(*described.degradations, warning))
-        _log.warning("degraded: %s: %s", warning.reason, warning.message)
-
-    def step(self, batch: StepBatch) -> StepResult:
-        """Hot path: executes a step and hands it to the recorder."""
-        seed, time_ns = int(self._seeds.integers(0, 2**64, dtype=np.uint64)), self._clock_ns()
-        self._engine.seed_open_rows(seed)
-        self._engine.set_time(time_ns)
-        try:
-            result = self._engine.step(batch)
-        except (PreconditionError, OverloadedError):
-            raise  # Nothing was executed.
-        except Exception:
-            self._recorder.step(batch, None, seed=seed, time_ns=time_ns)
-            raise
-        self._recorder.step(batch, result, seed=seed, time_ns=time_ns)
-        return result
-
-    def release_sequences(self, sequence_ids: UInt64Array) -> int:
-        """Forgets the sampled tokens of sequences. Returns how many of them were known."""
-        time_ns = self._clock_ns()
-        self._engine.set_time(time_ns)
-        num_released = self._engine.release_sequences(sequence_ids)
-        self._recorder.release(sequence_ids, time_ns=time_ns)
-        return num_released
-
-    def reset_kv_cache(self) -> None:
-        """Fills the KV cache with zeros; another epoch begins."""
-        self._engine.reset_kv_cache()
-        self._recorder.new_epoch()
-
-
-class RecordedStep(NamedTuple):
-    """A record, parsed.
-
-    Attributes:
-        request: what was asked for.
-        answer: what the step came to; None: it failed after launch.
-        seed: what the engine drew the seeds of rows without one from.
-        time_ns: when it was executed, by the worker's monotonic clock.
-    """
-
-    request: pb.ExecuteStepRequest
-    answer: pb.ExecuteStepResponse | None
-    seed: int
-    time_ns: int
-
-
-def read_steps(file: RecordingFile) -> Iterator[RecordedStep | ReleasedSequences | str]:
-    """Yields the steps of a recording and what was released between them; at the end, if it came before that of the epoch, why.
-
-    Raises:
-        SetupError: a record is damaged.
-    """
-    for record in file.records():
-        if record.kind is RecordKind.END:
-            yield record.request.decode(errors="replace")
-            continue
-        if record.kind is RecordKind.RELEASE:
-            yield ReleasedSequences(np.frombuffer(record.request, "<u8").astype(np.uint64), record.time_ns)
-            continue
-        try:
-            request = pb.ExecuteStepRequest.FromString(record.request)
-            answer = pb.ExecuteStepResponse.FromString(record.answer) if record.kind is RecordKind.STEP else None
-        except DecodeError as error:
-            raise SetupError(f"{file.path}: a record is no step: {error}") from error
-        yield RecordedStep(request, answer, record.seed, record.time_ns)
-
-
 def prepare_folder(folder: Path) -> None:
     """Makes sure that a recording can be written into a folder, which is made if there is none.
 
@@ -393,38 +270,3 @@ def _record_of(item: _Executed) -> Record:
         return Record(kind=RecordKind.FAULT, seed=item.seed, time_ns=item.time_ns, request=item.request)
     answer = encode_result(item, item.result, item.worker_epoch).SerializeToString()
     return Record(kind=RecordKind.STEP, seed=item.seed, time_ns=item.time_ns, request=item.request, answer=answer)
-
-
-def _as_chosen(settings: WorkerSettings, description: WorkerDescription) -> WorkerSettings:
-    """Puts what was chosen at start in the place of what was left open, so that another machine chooses the same."""
-    model = Path(settings.model.model)
-    return replace(
-        settings,
-        model=replace(
-            settings.model,
-            model=str(model.resolve()) if model.exists() else settings.model.model,
-            dtype=description.model.dtype,
-            max_model_len=description.model.max_model_len,
-        ),
-        kv_cache=replace(settings.kv_cache, num_blocks=description.kv_cache.num_blocks),
-        device=replace(
-            settings.device, device=description.execution.device.partition(":")[0], threads=description.execution.num_threads
-        ),
-    )
-
-
-def facts_of(description: WorkerDescription) -> dict[str, Any]:
-    """Returns what decides, beside the settings, what a worker computes; as headers have it."""
-    model, execution = description.model, description.execution
-    return {
-        "model": model.name,
-        "architecture": model.architecture,
-        "weights_digest": model.weights_digest,
-        "config_digest": model.config_digest,
-        "device_name": execution.device_name,
-        "attention": execution.attention,
-        "optimization_level": execution.optimization_level,
-        "graph_mode": execution.graph_mode,
-        "ops": {op.name: op.implementation for op in description.ops if op.implementation},
-        "versions": dict(description.versions),
-    }
