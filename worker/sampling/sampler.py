@@ -166,7 +166,10 @@ class Sampler:
         positions, seeds = plan.positions, self._seeds(scores.sampling)
         parts = [slice(start, start + _ROWS_AT_ONCE) for start in range(0, max(len(positions), 1), _ROWS_AT_ONCE)]
         return Samples.joined(
-            [choose(scores.logits[part], scores.sampling, positions.part(part), seeds, plan.streams) for part in parts]
+            [
+                choose(scores.logits[part], scores.sampling, positions.part(part), seeds, plan.streams, self._model.sample_tokens)
+                for part in parts
+            ]
         )
 
     def _seeds(self, sampling: SamplingBatch) -> UInt64Array:

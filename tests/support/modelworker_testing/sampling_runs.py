@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelworker.ops.sampling import SampleTokens
 from modelworker.worker.batch import GrammarMasks, LogitBias, SamplingBatch, TokenLists
 from modelworker.worker.sampling.choice import Samples, choose
 from modelworker.worker.sampling.history import TokenStreams
@@ -30,8 +31,14 @@ def parameters(num_rows: int, **changes: Any) -> SamplingBatch:
     return SamplingBatch(**arrays, **{name: value for name, value in changes.items() if name not in _NEUTRAL})
 
 
-def run(logits: Tensor, sampling: SamplingBatch, positions: Any = 5, streams: TokenStreams | None = None) -> Samples:
-    """Samples once in each row of logits, which stay as they are."""
+def run(
+    logits: Tensor,
+    sampling: SamplingBatch,
+    positions: Any = 5,
+    streams: TokenStreams | None = None,
+    sample_tokens: SampleTokens | None = None,
+) -> Samples:
+    """Samples once in each row of logits, which stay as they are; where an op is given, as on a GPU."""
     num_rows = len(logits)
     places = SampledPositions(
         rows=np.arange(num_rows),
@@ -40,7 +47,7 @@ def run(logits: Tensor, sampling: SamplingBatch, positions: Any = 5, streams: To
         offsets=np.zeros(num_rows, np.intp),
     )
     with torch.inference_mode():
-        return choose(logits.clone(), sampling, places, sampling.seed, streams)
+        return choose(logits.clone(), sampling, places, sampling.seed, streams, sample_tokens)
 
 
 def run_wishes(logits: Tensor, wishes: Sequence[Wish]) -> Samples:
