@@ -100,6 +100,10 @@ class Engine:
         """Makes the seeds of rows without one, of the steps that follow, a function of a number (of 64 bits)."""
         self.sampler.seed_open_rows(number)
 
+    def set_time(self, time_ns: int) -> None:
+        """Makes a moment of a monotonic clock the present of what follows: it decides which sampled tokens are idle."""
+        self.feedback.set_time(time_ns / 1e9)
+
     def _withhold(self, step: ResolvedStep, inputs: StepInputs) -> None:
         """Keeps rows whose token is a placeholder from writing keys and values.
 

@@ -178,7 +178,12 @@ class FeedbackTable:
     def clear(self) -> None:
         """Drops all entries."""
         self._index.clear()
+        self._next_expiry = -math.inf
         self._finished = np.zeros(0, np.uint64)
+
+    def set_time(self, seconds: float) -> None:
+        """Makes a moment the present from now on, in the place of the clock: what is idle is then the same whenever it is asked."""
+        self._clock = lambda: seconds
 
     # -- look-ups --
 

@@ -59,7 +59,7 @@ class MessageSchema:
         return cls(names, tags)
 
 
-class Record(NamedTuple):
+class FieldRecord(NamedTuple):
     """One field of a message: `content[start:end]`, of which `content[payload:end]` is its value."""
 
     tag: int
@@ -68,7 +68,7 @@ class Record(NamedTuple):
     end: int
 
 
-def read_records(content: bytes) -> Iterator[Record]:
+def read_records(content: bytes) -> Iterator[FieldRecord]:
     """Yields the fields of a message. Of content that is no message it yields what can be read, and may raise.
 
     Raises:
@@ -91,7 +91,7 @@ def read_records(content: bytes) -> Iterator[Record]:
             end = payload + 8
         else:  # A group, of which the protocol has none: where it ends doesn't matter.
             end = size
-        yield Record(tag, start, payload, end)
+        yield FieldRecord(tag, start, payload, end)
         start = end
 
 

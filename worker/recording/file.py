@@ -1,7 +1,8 @@
 """The file of a recording: what a worker executed in one epoch, in the order of execution.
 
     header     one line of JSON (UTF-8, ends with a line feed): format, version, and what `RecordingHeader` says
-    record     fixed part, little-endian:   kind u8 | seed u64 | length of the request u32 | length of the answer u32 | CRC-32 u32
+    record     fixed part, little-endian:   kind u8 | seed u64 | time u64 | length of the request u32 | length of the answer u32 |
+                                           CRC-32 u32
                then the bytes of the request, then those of the answer; the checksum is of both, one behind the other
     ...
 
@@ -12,8 +13,9 @@
 | 3 | END: the recording ended before the epoch did | why, UTF-8 | empty |
 | 4 | RELEASE: of sequences, between steps | their ids, u64 each | empty |
 
-`seed` is what the engine drew the seeds of rows without one from. A worker that is killed leaves a file whose last record may be
-cut off: what lies before it can be read.
+`seed` is what the engine drew the seeds of rows without one from; `time`, in ns of the worker's monotonic clock, is the moment that
+decided which sequences were idle for so long that their tokens were dropped. A worker that is killed leaves a file whose last
+record may be cut off: what lies before it can be read.
 """
 
 import json
@@ -31,8 +33,8 @@ from modelworker.worker.errors import SetupError
 FILE_PATTERN = "*.steps"
 
 _FORMAT = "modelworker steps"
-_VERSION = 1
-_FIXED = struct.Struct("<BQIII")
+_VERSION = 2
+_FIXED = struct.Struct("<BQQIII")
 # A header that is longer than this isn't one.
 _MAX_HEADER_BYTES = 2**20
 
@@ -70,19 +72,21 @@ class Record:
     Attributes:
         kind: of it.
         seed: what the engine drew the seeds of rows without one from.
+        time_ns: when it was executed, by the worker's monotonic clock.
         request: bytes of the ExecuteStepRequest; of END, why; of RELEASE, the ids.
         answer: bytes of the ExecuteStepResponse; empty unless it is a STEP.
     """
 
     kind: RecordKind
     seed: int = 0
+    time_ns: int = 0
     request: bytes = b""
     answer: bytes = b""
 
     def encode(self) -> bytes:
         """Returns its bytes in the file."""
         checksum = zlib.crc32(self.answer, zlib.crc32(self.request))
-        fixed = _FIXED.pack(self.kind, self.seed, len(self.request), len(self.answer), checksum)
+        fixed = _FIXED.pack(self.kind, self.seed, self.time_ns, len(self.request), len(self.answer), checksum)
         return b"".join((fixed, self.request, self.answer))
 
 
@@ -142,7 +146,7 @@ class RecordingFile:
         with self.path.open("rb") as file:
             file.seek(self._records_start)
             while len(fixed := file.read(_FIXED.size)) == _FIXED.size:
-                _, _, request_bytes, answer_bytes, _ = _FIXED.unpack(fixed)
+                *_, request_bytes, answer_bytes, _ = _FIXED.unpack(fixed)
                 count += file.seek(request_bytes + answer_bytes, os.SEEK_CUR) <= size
         return count
 
@@ -152,14 +156,15 @@ class RecordingFile:
         if not fixed:
             return None
         if len(fixed) == _FIXED.size:
-            kind, seed, request_bytes, answer_bytes, checksum = _FIXED.unpack(fixed)
+            kind, seed, time_ns, request_bytes, answer_bytes, checksum = _FIXED.unpack(fixed)
             if kind not in set(RecordKind):
                 raise SetupError(f"{self.path}: damaged at byte {at}: found a record of kind {kind}, expected 1, 2, 3 or 4")
             content = file.read(request_bytes + answer_bytes)
             if len(content) == request_bytes + answer_bytes:
                 if zlib.crc32(content) != checksum:
                     raise SetupError(f"{self.path}: damaged at byte {at}: the record has not the checksum that was written with it")
-                return Record(kind=RecordKind(kind), seed=seed, request=content[:request_bytes], answer=content[request_bytes:])
+                request, answer = content[:request_bytes], content[request_bytes:]
+                return Record(kind=RecordKind(kind), seed=seed, time_ns=time_ns, request=request, answer=answer)
         self.is_cut_off = True
         return None
 
