@@ -8,7 +8,7 @@ import numpy as np
 
 from modelworker.worker.batch import BoolArray, IndexArray, Int32Array, StepBatch
 from modelworker.worker.errors import PreconditionError, PreconditionReason
-from modelworker.worker.sampling.ragged import ranges, starts_of
+from modelworker.worker.ragged import ranges, starts_of
 
 
 class KeptTokens(Protocol):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from modelworker.worker.batch import GrammarMasks, LogitBias, SamplingBatch, TokenLists
+from modelworker.worker.ragged import starts_of
 from modelworker.worker.sampling.choice import Samples, choose
 from modelworker.worker.sampling.history import TokenStreams
 from modelworker.worker.sampling.positions import SampledPositions
-from modelworker.worker.sampling.ragged import starts_of
 from modelworker_testing.sampling_reference import Wish
 
 _NEUTRAL: dict[str, tuple[float, Any]] = {
