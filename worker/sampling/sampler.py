@@ -21,7 +21,7 @@ from modelworker.worker.batch import (
 )
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.sampling.choice import Samples, choose, greedy_samples
-from modelworker.worker.sampling.history import RecentTokens, TokenStreams, complete_history, nothing_kept
+from modelworker.worker.sampling.history import TokensBefore, TokenStreams, complete_history
 from modelworker.worker.sampling.positions import SampledPositions, sampled_positions
 from modelworker.worker.sampling.prompt_logprobs import score_prompts
 from modelworker.worker.sampling.tensors import to_device
@@ -94,12 +94,12 @@ class Sampler:
 
     Args:
         model: whose head makes logits.
-        recent: what the worker has kept of a sequence, for the history of penalties.
+        tokens_before: what the worker has kept of sequences, for the history of penalties.
     """
 
-    def __init__(self, model: CausalLM, recent: RecentTokens = nothing_kept) -> None:
+    def __init__(self, model: CausalLM, tokens_before: TokensBefore) -> None:
         self._model = model
-        self._recent = recent
+        self._tokens_before = tokens_before
         # Seeds of the rows whose seed the router leaves open.
         self._open_seeds = np.random.default_rng()
 
@@ -117,7 +117,7 @@ class Sampler:
         Raises:
             PreconditionError: tokens before a sampled position are not known; see `complete_history`.
         """
-        return SamplingPlan(sampled_positions(batch), complete_history(batch, self._recent, failed_sources), failed_sources)
+        return SamplingPlan(sampled_positions(batch), complete_history(batch, self._tokens_before, failed_sources), failed_sources)
 
     def score(self, batch: StepBatch, plan: SamplingPlan, hidden: Tensor) -> GreedyScores | LogitScores:
         """Hot path: applies the head at the sampled positions to hidden [num_tokens, hidden_size]."""
