@@ -23,6 +23,6 @@ where greedy). Drafts are accepted while each equals the sample before it: see `
 """
 
 from modelworker.worker.sampling.history import TokensBefore
-from modelworker.worker.sampling.sampler import SampledStep, Sampler, SamplingPlan
+from modelworker.worker.sampling.sampler import ROWS_AT_ONCE, SampledStep, Sampler, SamplingPlan
 
-__all__ = ["SampledStep", "Sampler", "SamplingPlan", "TokensBefore"]
+__all__ = ["ROWS_AT_ONCE", "SampledStep", "Sampler", "SamplingPlan", "TokensBefore"]
