@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modelworker.ops.custom_op import CustomOp
+from modelworker.ops.custom_op import TRITON, CustomOp
 from modelworker.ops.library import register_op
 from modelworker.ops.op_settings import OpSettings
 
@@ -16,9 +16,10 @@ from modelworker.ops.op_settings import OpSettings
 _QUERY_TILE = 256
 _KEY_TILE = 2048
 _GROUP_TOKENS = 16384
-# What the C++ kernel has room for.
+# What the kernels have room for (attention.h, kernels/geometry.py).
 _MAX_KERNEL_HEAD_DIM = 256
 _MAX_KERNEL_GROUP = 64
+_MAX_TRITON_GROUP = 128
 # Below every score, and finite: the difference of two infinities would be NaN.
 _LOWEST = -1e30
 
@@ -160,13 +161,32 @@ class PagedAttention(CustomOp):
     def __init__(
         self, *, scale: float, window: int, soft_cap: float, head_dim: int, queries_per_kv_head: int, ops: OpSettings
     ) -> None:
-        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle or _unsupported_shape(head_dim, queries_per_kv_head))
+        super().__init__(
+            ops=ops,
+            cpu_obstacle=ops.kernels_obstacle or _unsupported_by_cpp(head_dim, queries_per_kv_head),
+            cuda_obstacle=ops.triton_obstacle or _unsupported_by_triton(head_dim, queries_per_kv_head),
+        )
         self.scale = scale
         self.window = window
         self.soft_cap = soft_cap
         self._op = torch.ops.modelworker.paged_attention.default if ops.opaque_ops else paged_attention
         if ops.kernels is not None:
             self._kernel = ops.kernels.ops.paged_attention.default
+        if ops.triton is not None:
+            self._triton = ops.triton.ops.paged_attention.default
+        self._triton_library = ops.triton
+        self._queries_per_kv_head = queries_per_kv_head
+
+    def prepare(self, key_cache: Tensor, value_cache: Tensor) -> None:
+        """Makes every form of the kernel that steps over a layer's cache may need, so that none is compiled during one.
+
+        Only Triton has forms that depend on the numbers of tokens and sequences.
+        """
+        if self.choice.implementation == TRITON and self._triton_library is not None:
+            num_heads = key_cache.shape[1] * self._queries_per_kv_head
+            self._triton_library.prepare_attention(
+                *(key_cache, value_cache), num_heads=num_heads, scale=self.scale, window=self.window, soft_cap=self.soft_cap
+            )
 
     def forward_native(
         self,
@@ -202,13 +222,39 @@ class PagedAttention(CustomOp):
             *(self.scale, self.window, self.soft_cap),
         )
 
+    def forward_cuda(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        output: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        order: Tensor,
+    ) -> None:
+        """As `forward_native`, by the Triton kernels."""
+        self._triton(
+            *(query, key_cache, value_cache, output, query_starts, seq_lens, block_tables, order),
+            *(self.scale, self.window, self.soft_cap),
+        )
 
-def _unsupported_shape(head_dim: int, queries_per_kv_head: int) -> str:
+
+def _unsupported_by_cpp(head_dim: int, queries_per_kv_head: int) -> str:
     """Says why the C++ kernel can't serve heads of this shape; "" if it can (attention.h)."""
     if head_dim % 2 or head_dim > _MAX_KERNEL_HEAD_DIM:
         return f"the C++ kernel takes an even head_dim up to {_MAX_KERNEL_HEAD_DIM}, not {head_dim}"
     if queries_per_kv_head > _MAX_KERNEL_GROUP:
         return f"the C++ kernel takes up to {_MAX_KERNEL_GROUP} query heads per KV head, not {queries_per_kv_head}"
+    return ""
+
+
+def _unsupported_by_triton(head_dim: int, queries_per_kv_head: int) -> str:
+    """Says why the Triton kernels can't serve heads of this shape; "" if they can."""
+    if head_dim > _MAX_KERNEL_HEAD_DIM:
+        return f"the Triton kernel takes a head_dim up to {_MAX_KERNEL_HEAD_DIM}, not {head_dim}"
+    if queries_per_kv_head > _MAX_TRITON_GROUP:
+        return f"the Triton kernel takes up to {_MAX_TRITON_GROUP} query heads per KV head, not {queries_per_kv_head}"
     return ""
 
 

@@ -11,7 +11,7 @@ To add an op `gelu_and_mul`:
 5.  Only where its arguments are others than the registered op's: its fake in ops/cpu/fakes.py, arguments in
     tests/ops/cpu/test_fakes.py, and what makes its C++ form for step 3 (see `packed`).
 6.  Only where its class takes others than the op does, or others than the settings when it is made: an entry of `RUNS` in
-    tests/ops/test_layers.py.
+    tests/support/modelworker_testing/layer_runs.py.
 
 Then `pytest tests/ops -k gelu_and_mul` holds every form against the reference, at this machine's best ISA level, and
 `make test-full` at all of them.
@@ -32,6 +32,7 @@ from modelworker.ops.embedding import embedding
 from modelworker.ops.embedding_spec import embedding_reference, embedding_sample
 from modelworker.ops.kv_cache import store_kv
 from modelworker.ops.kv_cache_spec import store_kv_reference, store_kv_sample
+from modelworker.ops.library import TRITON_LIBRARY
 from modelworker.ops.linear import linear, linear_argmax, linear_float32
 from modelworker.ops.linear_spec import (
     linear_argmax_reference,
@@ -53,6 +54,9 @@ from modelworker.ops.rotary import rotary_embedding
 from modelworker.ops.rotary_spec import rotary_embedding_reference, rotary_embedding_sample, rotary_variant
 from modelworker.ops.rotary_store_kv import rotary_store_kv
 from modelworker.ops.rotary_store_kv_spec import rotary_store_kv_reference, rotary_store_kv_sample, rotary_store_kv_variant
+from modelworker.ops.sampling import sample_tokens
+from modelworker.ops.sampling_spec import sample_tokens_reference, sample_tokens_sample
+from modelworker.ops.triton_library import TritonLibrary
 
 # One rounding to bf16 (2^-9 relative, doubled for a neighbour chosen by an error in fp32), absolute where values cancel.
 _ROUNDED_ONCE = Tolerance(rtol=2.0**-8, atol=2.0**-10)
@@ -234,12 +238,39 @@ CATALOG: Mapping[str, OpSpec] = MappingProxyType(
                 ),
                 splits_graph=True,
             ),
+            OpSpec(
+                name="sample_tokens",
+                native=sample_tokens,
+                reference=sample_tokens_reference,
+                sample=sample_tokens_sample,
+                tolerances={torch.float32: _EXACT, torch.bfloat16: _EXACT},
+                tolerance_reason="a token is right or wrong; no sample's number is so close to a sum of weights that fp32 decides",
+                variants=({"vocab_size": 99},),
+                benchmark_variants=({"vocab_size": 49152},),
+                result_dtypes=(torch.int64, torch.bool),
+                gpu_only=True,
+            ),
         )
     }
 )
 
 
-def splitting_ops(kernels: CpuLibrary | None = None) -> tuple[str, ...]:
-    """Returns the qualified names of the ops at which a compiler splits the model's graph, those of C++ kernels included."""
-    namespaces = ("modelworker",) if kernels is None else ("modelworker", kernels.level.namespace)
-    return tuple(f"{namespace}::{spec.name}" for namespace in namespaces for spec in CATALOG.values() if spec.splits_graph)
+OPAQUE_OPS = tuple(spec.name for spec in CATALOG.values() if spec.splits_graph)
+"""The names of the ops that a compiler doesn't look into."""
+
+UNFUSED_OPS = (*OPAQUE_OPS, *(spec.name for spec in CATALOG.values() if spec.gpu_only))
+"""The names of the ops that a compiler can't fuse: those, and the ones that it doesn't see."""
+
+
+def op_namespaces(kernels: CpuLibrary | None = None, triton: TritonLibrary | None = None) -> tuple[str, ...]:
+    """Returns the namespaces of registered ops that a model may call, those of kernels included."""
+    return (
+        "modelworker",
+        *(() if kernels is None else (kernels.level.namespace,)),
+        *(() if triton is None else (TRITON_LIBRARY.ns,)),
+    )
+
+
+def splitting_ops(kernels: CpuLibrary | None = None, triton: TritonLibrary | None = None) -> tuple[str, ...]:
+    """Returns the qualified names of the ops at which a compiler splits the model's graph, those of kernels included."""
+    return tuple(f"{namespace}::{name}" for namespace in op_namespaces(kernels, triton) for name in OPAQUE_OPS)

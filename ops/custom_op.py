@@ -21,8 +21,9 @@ Forward = Callable[..., Any]
 
 NATIVE = "native"
 CPP = "c++"
+TRITON = "triton"
 _PLATFORM_FORWARDS = {"cpu": "forward_cpu", "cuda": "forward_cuda"}
-_IMPLEMENTATIONS = {"forward_native": NATIVE, "forward_cpu": CPP, "forward_cuda": "triton", "forward_oot": "out of tree"}
+_IMPLEMENTATIONS = {"forward_native": NATIVE, "forward_cpu": CPP, "forward_cuda": TRITON, "forward_oot": "out of tree"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,7 @@ class CustomOp(Replaceable):
         enforce_enable: whether the op is enabled whatever the settings say.
         compile_native: whether the native form is compiled by itself where the op is disabled. For ops inside of an opaque op only.
         cpu_obstacle: why this instance can't run its class's `forward_cpu`; "" where it can.
+        cuda_obstacle: the same of `forward_cuda`.
         replacement_obstacle: why this instance can't run what a replacement brings; "" where it can. Otherwise the kernel of the
             class that is replaced runs, and a warning says so.
 
@@ -68,10 +70,11 @@ class CustomOp(Replaceable):
         enforce_enable: bool = False,
         compile_native: bool = False,
         cpu_obstacle: str = "",
+        cuda_obstacle: str = "",
         replacement_obstacle: str = "",
     ) -> None:
         super().__init__()
-        self._cpu_obstacle = cpu_obstacle
+        self._obstacles = {"forward_cpu": cpu_obstacle, "forward_cuda": cuda_obstacle}
         if self.replaced is not None and replacement_obstacle:
             self.choice, self._chosen = self._leave_replacement_out(ops, replacement_obstacle)
         else:
@@ -176,12 +179,12 @@ class CustomOp(Replaceable):
 
     def _why_native(self, ops: OpSettings) -> str:
         method = _PLATFORM_FORWARDS[ops.platform]
-        if method == "forward_cpu" and self.replaced is None and self._has(method):
-            return self._cpu_obstacle
+        if self.replaced is None and self._has(method):
+            return self._obstacles[method]
         return f"there is no {_IMPLEMENTATIONS[method]} implementation"
 
     def _can_run(self, method: str) -> bool:
-        return self._has(method) and (method != "forward_cpu" or not self._cpu_obstacle or self._is_own(method))
+        return self._has(method) and (not self._obstacles[method] or self._is_own(method))
 
     def _has(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(CustomOp, method)

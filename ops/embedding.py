@@ -48,6 +48,7 @@ class Embedding(CustomOp):
             ops=ops,
             enforce_enable=is_packed,
             cpu_obstacle=ops.kernels_obstacle,
+            cuda_obstacle=ops.triton_obstacle,
             replacement_obstacle="" if product is None else product.packing_obstacle,
         )
         self.num_rows = num_rows
@@ -56,6 +57,8 @@ class Embedding(CustomOp):
         if ops.kernels is not None:
             self._kernel = ops.kernels.ops.embedding.default
             self._packed_kernel = ops.kernels.ops.packed_embedding.default
+        if ops.triton is not None:
+            self._triton = ops.triton.ops.embedding.default
 
     def forward_native(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Takes the arguments of `embedding`."""
@@ -64,6 +67,11 @@ class Embedding(CustomOp):
     def forward_cpu(self, weight: Tensor, ids: Tensor) -> Tensor:
         """As `forward_native`, by the C++ kernels, also of a packed weight."""
         rows: Tensor = self._packed_kernel(ids, weight, self.num_rows, self.size) if self._is_packed else self._kernel(weight, ids)
+        return rows
+
+    def forward_cuda(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """As `forward_native`, by the Triton kernel."""
+        rows: Tensor = self._triton(weight, ids)
         return rows
 
 

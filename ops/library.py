@@ -13,6 +13,8 @@ import torch.compiler.config
 
 # Module-level state by design: an op lives as long as the library that defined it.
 LIBRARY: Final = torch.library.Library("modelworker", "FRAGMENT")
+# Of the forms that are Triton kernels.
+TRITON_LIBRARY: Final = torch.library.Library("modelworker_triton", "FRAGMENT")
 
 # The plain PyTorch implementations run wherever torch does.
 PLATFORM_KEYS: Final = ("CPU", "CUDA")
@@ -46,6 +48,26 @@ def register_op(
         library.impl(op_name, implementation, dispatch_key=dispatch_key)
     _tag_compiled_code(f"{library.ns}::{op_name}{schema}")
     torch.library.register_fake(f"{library.ns}::{op_name}", fake or _returns_nothing, lib=library)
+
+
+def register_form(
+    implementation: Callable[..., Any], *, name: str, library: torch.library.Library, dispatch_keys: Sequence[str] = PLATFORM_KEYS
+) -> None:
+    """Registers another form of an op of ours, in a library of its own: with the same schema, mutations and fake.
+
+    Args:
+        implementation: takes the op's arguments.
+        name: of the op.
+        library: where the form is defined.
+        dispatch_keys: the platforms that it runs on.
+    """
+    op = getattr(getattr(torch.ops, LIBRARY.ns), name).default
+    schema = str(op._schema).removeprefix(f"{LIBRARY.ns}::{name}")
+    library.define(name + schema)
+    for dispatch_key in dispatch_keys:
+        library.impl(name, implementation, dispatch_key=dispatch_key)
+    _tag_compiled_code(f"{library.ns}::{name}{schema}")
+    torch.library.register_fake(f"{library.ns}::{name}", op, lib=library)
 
 
 def _tag_compiled_code(schema: str) -> None:

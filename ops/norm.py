@@ -9,7 +9,7 @@ from modelworker.ops.custom_op import CustomOp
 from modelworker.ops.library import register_op
 from modelworker.ops.op_settings import OpSettings
 
-# What the C++ kernel has room for (norm.h).
+# What the kernels have room for (norm.h, kernels/geometry.py).
 _MAX_KERNEL_SIZE = 32768
 
 
@@ -57,11 +57,17 @@ class RMSNorm(CustomOp):
     weight: Tensor
 
     def __init__(self, size: int, *, eps: float, dtype: torch.dtype, ops: OpSettings) -> None:
-        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle or _unsupported_size(size))
+        unsupported = _unsupported_size(size)
+        super().__init__(
+            ops=ops, cpu_obstacle=ops.kernels_obstacle or unsupported, cuda_obstacle=ops.triton_obstacle or unsupported
+        )
         self.eps = eps
         if ops.kernels is not None:
             self._kernel = ops.kernels.ops.rms_norm.default
             self._add_kernel = ops.kernels.ops.fused_add_rms_norm.default
+        if ops.triton is not None:
+            self._triton = ops.triton.ops.rms_norm.default
+            self._add_triton = ops.triton.ops.fused_add_rms_norm.default
         self.register_parameter("weight", nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False))
 
     def add(self, x: Tensor, residual: Tensor) -> None:
@@ -84,10 +90,18 @@ class RMSNorm(CustomOp):
         rows: Tensor = self._kernel(x.flatten(0, -2), self.weight, self.eps)
         return rows.view(x.shape)
 
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """As `forward_native`, by the Triton kernels."""
+        if residual is not None:
+            self._add_triton(x, residual, self.weight, self.eps)
+            return x
+        rows: Tensor = self._triton(x, self.weight, self.eps)
+        return rows
+
 
 def _unsupported_size(size: int) -> str:
     if size > _MAX_KERNEL_SIZE:
-        return f"the C++ kernel takes a hidden size up to {_MAX_KERNEL_SIZE}, not {size}"
+        return f"the kernel takes a hidden size up to {_MAX_KERNEL_SIZE}, not {size}"
     return ""
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.triton_library import TritonLibrary
 
 Platform = Literal["cpu", "cuda"]
 
@@ -30,6 +31,8 @@ class OpSettings:
             without it the same Python functions are called directly.
         kernels: the C++ kernels of this CPU; None: there are none.
         no_kernels_reason: why there are none.
+        triton: the Triton kernels; None: there are none.
+        no_triton_reason: why there are none.
     """
 
     platform: Platform = "cpu"
@@ -40,6 +43,8 @@ class OpSettings:
     opaque_ops: bool = True
     kernels: CpuLibrary | None = None
     no_kernels_reason: str = "the C++ kernels are not loaded"
+    triton: TritonLibrary | None = None
+    no_triton_reason: str = "the Triton kernels are not loaded"
 
     def __post_init__(self) -> None:
         """Refuses contradictions.
@@ -62,22 +67,29 @@ class OpSettings:
         return "" if self.kernels is not None else self.no_kernels_reason
 
     @property
+    def triton_obstacle(self) -> str:
+        """Why Triton kernels can't be used; "" where they can."""
+        return "" if self.triton is not None else self.no_triton_reason
+
+    @property
     def global_setting(self) -> str:
         """What holds for ops that are not named: "all" or "none"."""
         return "all" if self.enables_all else "none"
 
 
 def choose_custom_ops(
-    wanted: Iterable[str], *, known: Collection[str], platform: Platform, compiles: bool, backend: str
+    wanted: Iterable[str], *, known: Collection[str], opaque: Collection[str], platform: Platform, compiles: bool, backend: str
 ) -> tuple[str, ...]:
     """Checks what was asked for, and adds "all" or "none" where neither was.
 
-    "none" is the default under Inductor on CUDA, which fuses native code better than it can join kernels of ours. Elsewhere it is
-    "all": a kernel for the CPU can be recorded, which generated code can not.
+    "none" is the default under Inductor on CUDA, which fuses native code better than it can join kernels of ours; but ops that it
+    doesn't look into are enabled, for it can't fuse them either. Elsewhere "all" is the default: a kernel for the CPU can be
+    recorded, which generated code can not.
 
     Args:
         wanted: "all", "none", "+name", "-name".
         known: the names of the ops that can be switched.
+        opaque: those among them that a compiler doesn't look into, or doesn't see.
         platform: where the model runs.
         compiles: whether compilation is on.
         backend: of the compiler.
@@ -95,7 +107,10 @@ def choose_custom_ops(
     if set(items) & set(_GLOBAL):
         return items
     fuses_native_code = platform == "cuda" and compiles and backend == "inductor"
-    return ("none" if fuses_native_code else "all", *items)
+    if not fuses_native_code:
+        return ("all", *items)
+    named = {item[1:] for item in items}
+    return ("none", *(f"+{name}" for name in sorted(opaque) if name not in named), *items)
 
 
 def _check_form(items: tuple[str, ...]) -> None:

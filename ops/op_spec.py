@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.triton_library import TritonLibrary
 
 RETURNED = "returned"
 """The name of an op's result among what its reference computes."""
@@ -88,6 +89,7 @@ class OpSpec:
         benchmark_variants: the sizes of real models, for benchmarks.
         result_dtypes: of what the op returns, one by one, where it isn't that of the activations.
         splits_graph: whether a compiler splits the model's graph at this op.
+        gpu_only: whether the worker runs it on GPUs alone, behind the model, where no compiler sees it. It has no C++ form.
     """
 
     name: str
@@ -101,13 +103,16 @@ class OpSpec:
     cpp: Callable[[CpuLibrary], Callable[..., Any]] | None = None
     result_dtypes: tuple[torch.dtype, ...] = ()
     splits_graph: bool = False
+    gpu_only: bool = False
 
-    def implementations(self, kernels: CpuLibrary | None) -> tuple[Implementation, ...]:
-        """Returns every way to compute the op; the C++ forms are those of a library of kernels."""
-        native = Implementation(name="native", run=self.native)
-        if self.cpp is None or kernels is None:
-            return (native,)
-        return native, Implementation(name="c++", run=self.cpp(kernels), devices=("cpu",))
+    def implementations(self, kernels: CpuLibrary | None = None, triton: TritonLibrary | None = None) -> tuple[Implementation, ...]:
+        """Returns every way to compute the op; the C++ and Triton forms are those of libraries of kernels."""
+        found = [Implementation(name="native", run=self.native)]
+        if self.cpp is not None and kernels is not None:
+            found.append(Implementation(name="c++", run=self.cpp(kernels), devices=("cpu",)))
+        if triton is not None and self.name in triton.names:
+            found.append(Implementation(name="triton", run=getattr(triton.ops, self.name).default, devices=("cuda",)))
+        return tuple(found)
 
     def shapes(self) -> Iterator[SampleShape]:
         """Yields the samples to test: every number of tokens, dtype, padding and variant."""

@@ -43,10 +43,12 @@ class ApplyRotaryEmbedding(CustomOp):
     __call__: Callable[..., None]
 
     def __init__(self, *, interleaved: bool, ops: OpSettings) -> None:
-        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle)
+        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle, cuda_obstacle=ops.triton_obstacle)
         self.interleaved = interleaved
         if ops.kernels is not None:
             self._kernel = ops.kernels.ops.rotary_embedding.default
+        if ops.triton is not None:
+            self._triton = ops.triton.ops.rotary_embedding.default
 
     def forward_native(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """Takes the arguments of `rotary_embedding`."""
@@ -55,6 +57,10 @@ class ApplyRotaryEmbedding(CustomOp):
     def forward_cpu(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """As `forward_native`, by the C++ kernel."""
         self._kernel(query, key, positions, cos_sin, self.interleaved)
+
+    def forward_cuda(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """As `forward_native`, by the Triton kernel."""
+        self._triton(query, key, positions, cos_sin, self.interleaved)
 
 
 register_op(rotary_embedding, mutates_args=("query", "key"))

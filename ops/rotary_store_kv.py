@@ -11,7 +11,7 @@ from modelworker.ops.norm import RMSNorm, rms_norm
 from modelworker.ops.op_settings import OpSettings
 from modelworker.ops.rotary import ApplyRotaryEmbedding, rotary_embedding
 
-# What the C++ kernel has room for (kv_cache.h).
+# What the kernels have room for (kv_cache.h).
 _MAX_KERNEL_HEAD_DIM = 512
 
 
@@ -90,13 +90,18 @@ class RotaryStoreKv(CustomOp):
     __call__: Callable[..., tuple[Tensor, Tensor]]
 
     def __init__(self, *, head_dim: int, eps: float, interleaved: bool, ops: OpSettings) -> None:
-        super().__init__(ops=ops, cpu_obstacle=ops.kernels_obstacle or _unsupported_head_dim(head_dim))
+        unsupported = _unsupported_head_dim(head_dim)
+        super().__init__(
+            ops=ops, cpu_obstacle=ops.kernels_obstacle or unsupported, cuda_obstacle=ops.triton_obstacle or unsupported
+        )
         self.eps = eps
         self.interleaved = interleaved
         self.rotary = ApplyRotaryEmbedding(interleaved=interleaved, ops=ops)
         self.store_kv = StoreKv(ops=ops)
         if ops.kernels is not None:
             self._kernel = ops.kernels.ops.rotary_store_kv.default
+        if ops.triton is not None:
+            self._triton = ops.triton.ops.rotary_store_kv.default
 
     def forward_native(
         self,
@@ -133,8 +138,38 @@ class RotaryStoreKv(CustomOp):
         slots: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """As `forward_native`, by one C++ kernel."""
+        return self._in_one(self._kernel, query, key, value, norms, positions, cos_sin, key_cache, value_cache, slots)
+
+    def forward_cuda(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        positions: Tensor,
+        cos_sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward_native`, by one Triton kernel."""
+        return self._in_one(self._triton, query, key, value, norms, positions, cos_sin, key_cache, value_cache, slots)
+
+    def _in_one(
+        self,
+        kernel: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        positions: Tensor,
+        cos_sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         query_norm, key_norm = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
-        order: Tensor = self._kernel(
+        order = kernel(
             *(query, key, value, query_norm, key_norm, self.eps),
             *(positions, cos_sin, self.interleaved, key_cache, value_cache, slots),
         )
@@ -143,7 +178,7 @@ class RotaryStoreKv(CustomOp):
 
 def _unsupported_head_dim(head_dim: int) -> str:
     if head_dim > _MAX_KERNEL_HEAD_DIM:
-        return f"the C++ kernel takes a head_dim up to {_MAX_KERNEL_HEAD_DIM}, not {head_dim}"
+        return f"the kernel takes a head_dim up to {_MAX_KERNEL_HEAD_DIM}, not {head_dim}"
     return ""
 
 

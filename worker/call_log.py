@@ -79,6 +79,9 @@ class CallLog:
         elif isinstance(error, errors.InvalidStepError):
             # The descriptions quote what the client sent, which may be token ids.
             self._log.warning("call refused", code=code.name, fields=[violation.field for violation in error.violations])
+        elif code is grpc.StatusCode.UNAVAILABLE:
+            # Starting or draining: nothing is wrong, and who polls does so often.
+            self._log.info("call refused", code=code.name, reason=str(error))
         else:
             self._log.warning("call refused", code=code.name, reason=str(error))
 

@@ -63,6 +63,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="sample among the most probable tokens that sum up to P")
     add("--min-p", type=float, default=0.0, metavar="P", help="sample among tokens of at least P times the highest probability")
     add("--seed", type=int, default=None, metavar="SEED", help="makes sampling repeatable")
+    add("--presence", type=float, default=0.0, metavar="X", help="subtracted from the logits of tokens that are in the output")
+    add("--frequency", type=float, default=0.0, metavar="X", help="subtracted for each time that a token is in the output")
+    add("--repetition", type=float, default=1.0, metavar="X", help="above 1: tokens of prompt and output become less probable")
     add(
         "--logprobs",
         type=int,
@@ -203,6 +206,9 @@ def _generations(arguments: argparse.Namespace, tokenizer: TextTokenizer | None)
         top_p=arguments.top_p,
         min_p=arguments.min_p,
         seed=arguments.seed,
+        presence=arguments.presence,
+        frequency=arguments.frequency,
+        repetition=arguments.repetition,
         num_logprobs=arguments.logprobs,
     )
     try:
@@ -275,8 +281,8 @@ def _session(client: Client, arguments: argparse.Namespace) -> FencedSession:
     if arguments.pipeline == 1:
         return FencedSession(client, patience=arguments.timeout)
     session = StreamSession(client, patience=arguments.timeout, max_unanswered=arguments.pipeline)
-    if "ExecuteSteps" not in session.info.capabilities:
-        raise SetupError("--pipeline: this worker has no streams of steps")
+    if missing := {"ExecuteSteps", "sequence_ids", "finished_sequence_ids"}.difference(session.info.capabilities):
+        raise SetupError(f"--pipeline: this worker does not implement {', '.join(sorted(missing))}")
     return session
 
 

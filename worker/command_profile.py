@@ -22,11 +22,12 @@ from modelworker.worker.profile import OpTime, StepProfile, profile_step, shown_
 from modelworker.worker.progress import LogProgress, Progress
 from modelworker.worker.settings import WorkerSettings, positive_int
 from modelworker.worker.startup import build_engine
-from modelworker.worker.step_bench import StepCase, make_batch, ways_to_run
+from modelworker.worker.step_bench import StepCase, make_batch, obstacle, ways_to_run
 from modelworker.worker.step_runner import Way
 from modelworker.worker.terminal import TerminalProgress, format_table
 
 _AS_SERVED = "auto"
+_DECODE_CONTEXT = 128
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -41,7 +42,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
     add = parser.add_argument
     add("--batch", type=checked_type(positive_int), default=1, metavar="N", help="sequences of the step")
     add("--query-len", type=checked_type(positive_int), default=1, metavar="N", help="new tokens of each sequence; 1: a decode")
-    add("--context", type=int, default=None, metavar="N", help="tokens of each in the cache; default: 128 for a decode, else 0")
+    default_context = f"{_DECODE_CONTEXT} for a decode (or what fits), else 0"
+    add("--context", type=int, default=None, metavar="N", help=f"tokens of each in the cache; default: {default_context}")
     add(
         "--mode",
         choices=(_AS_SERVED, "eager", "compiled", "PIECEWISE", "FULL"),
@@ -155,9 +157,11 @@ def _case(arguments: argparse.Namespace, engine: Engine) -> StepCase:
     Raises:
         SettingsError: the worker would not execute it.
     """
-    context = arguments.context if arguments.context is not None else 128 if arguments.query_len == 1 else 0
-    case = StepCase(num_sequences=arguments.batch, query_len=arguments.query_len, context_len=context)
     limits, max_model_len = engine.description.limits, engine.description.model.max_model_len
+    context = arguments.context
+    if context is None:
+        context = min(_DECODE_CONTEXT, max_model_len - 1) if arguments.query_len == 1 else 0
+    case = StepCase(num_sequences=arguments.batch, query_len=arguments.query_len, context_len=context)
     for name, found, most in (
         ("--batch", case.num_sequences, limits.max_sequences),
         ("--batch x --query-len", case.num_sequences * case.query_len, limits.max_tokens_per_step),
@@ -167,6 +171,8 @@ def _case(arguments: argparse.Namespace, engine: Engine) -> StepCase:
             raise SettingsError(f"{name} is {found}, and the worker takes at most {most}")
     if context < 0:
         raise SettingsError(f"--context is {context}, expected 0 or more")
+    if reason := obstacle(case, engine.description):
+        raise SettingsError(f"--batch, --query-len, --context: {case}: {reason}")
     return case
 
 

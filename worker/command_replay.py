@@ -4,8 +4,8 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     files = find_recordings(arguments.recording)
     given = {name: value for name, value in vars(arguments).items() if name not in ("recording", "json", "run", "parser")}
     recorded = _common_settings(files)
-    settings = with_overrides(recorded, given)
+    settings = with_overrides(_without_what_eager_contradicts(recorded, given), given)
     check_model_path(settings.model.model)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
@@ -127,6 +127,11 @@ def _common_settings(files: Sequence[RecordingFile]) -> WorkerSettings:
         if file.header.settings != files[0].header.settings:
             raise SetupError(f"{file.path}: was recorded with other settings than {files[0].path}: replay them one by one")
     return settings_from_record(WorkerSettings, files[0].header.settings)
+
+
+def _without_what_eager_contradicts(recorded: WorkerSettings, given: Mapping[str, Any]) -> WorkerSettings:
+    """Drops how steps were recorded to run where --enforce-eager replaces all of it: it contradicts graphs that were asked for."""
+    return replace(recorded, execution=ExecutionSettings()) if given.get("enforce_eager") else recorded
 
 
 def _other_facts(engine: Engine, file: RecordingFile, changed: Sequence[str]) -> list[str]:

@@ -15,8 +15,9 @@ from modelworker.compiler.model import CompiledModel, Piece, SplittingOp
 from modelworker.compiler.model_source import ModelSource
 from modelworker.compiler.program import StepInput
 from modelworker.compiler.settings import CompileSettings
-from modelworker.ops.catalog import splitting_ops
+from modelworker.ops.catalog import op_namespaces, splitting_ops
 from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.triton_library import TritonLibrary
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.progress import Progress
@@ -56,6 +57,7 @@ def decoder_source(
     *,
     device: torch.device,
     kernels: CpuLibrary | None,
+    triton: TritonLibrary | None,
     identity: Mapping[str, str],
 ) -> ModelSource:
     """Describes the decoder to the compiler.
@@ -66,6 +68,7 @@ def decoder_source(
         buffers: of its inputs, whose sizes no step exceeds.
         device: where it computes.
         kernels: of the CPU.
+        triton: kernels of the GPU; None: there are none.
         identity: what decides, beside shapes and dtypes, what it computes.
     """
 
@@ -93,8 +96,8 @@ def decoder_source(
             "num_sequences + 1": buffers.max_sequences + 1,
         },
         bound=_bound_tensors(model, kv_cache),
-        splitting_ops=splitting_ops(kernels),
-        op_namespaces=("modelworker",) if kernels is None else ("modelworker", kernels.level.namespace),
+        splitting_ops=splitting_ops(kernels, triton),
+        op_namespaces=op_namespaces(kernels, triton),
         identity=identity,
         sources=_traced_files(model),
         # How many blocks there are follows from the memory that is free at this start.

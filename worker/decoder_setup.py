@@ -10,6 +10,8 @@ from modelworker.compiler.cache import ArtifactCache
 from modelworker.compiler.counters import CompileCounters
 from modelworker.compiler.errors import CompileError
 from modelworker.compiler.settings import compile_settings_of
+from modelworker.ops.attention import PagedAttention
+from modelworker.ops.triton_library import TritonLibrary
 from modelworker.worker.capture import Captured, capture_decoder, graphs_of_device
 from modelworker.worker.compiled_check import check_compiled
 from modelworker.worker.compiled_decoder import CompiledDecoder, compile_decoder, decoder_source
@@ -38,6 +40,7 @@ class DecoderParts:
         max_model_len: of a sequence.
         vocab_size: of the model.
         kernels: of the CPU.
+        triton: kernels of the GPU; None: there are none.
         device: where all of them are.
         identity: what decides, beside shapes and dtypes, what the model computes.
     """
@@ -48,6 +51,7 @@ class DecoderParts:
     max_model_len: int
     vocab_size: int
     kernels: CpuKernels
+    triton: TritonLibrary | None
     device: torch.device
     identity: Mapping[str, str]
 
@@ -87,6 +91,7 @@ def prepare_decoder(
     graphs, no_graphs = graphs_of_device(plan.graphs, parts.device, parts.kernels)
     # As steps run: what a capture allocates is an inference tensor, which ops between graphs may change only in this mode.
     with torch.inference_mode():
+        _prepare_attention(parts)
         captured = capture_decoder(
             graphs,
             model=parts.model,
@@ -105,7 +110,8 @@ def prepare_decoder(
             max_model_len=parts.max_model_len,
             max_tokens=settings.step.max_tokens_per_step,
         )
-        costs = measure_costs(captured.runner)
+        with progress.stage("measuring graphs", total=len(captured.runner.captured), unit="graphs") as advance:
+            costs = measure_costs(captured.runner, advance)
     return ReadyDecoder(
         runner=captured.runner,
         # Where generated code failed its check, none is served.
@@ -116,6 +122,14 @@ def prepare_decoder(
         findings=(*found, *map(str, checks), *captured.findings),
         degradations=(*degradations, *no_graphs, *captured.degradations, *failed, *wrong_code),
     )
+
+
+def _prepare_attention(parts: DecoderParts) -> None:
+    # The caches of all layers are laid out alike.
+    key_cache, value_cache = parts.kv_cache.layers[0]
+    for module in parts.model.modules():
+        if isinstance(module, PagedAttention):
+            module.prepare(key_cache, value_cache)
 
 
 def _compile(
@@ -133,6 +147,7 @@ def _compile(
         parts.buffers,
         device=parts.device,
         kernels=parts.kernels.library,
+        triton=parts.triton,
         identity=parts.identity,
     )
     cache = ArtifactCache(settings.cache.folder / "compiled")

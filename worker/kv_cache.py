@@ -67,10 +67,14 @@ def choose_num_blocks(settings: KvCacheSettings, geometry: KvCacheGeometry, *, m
         source = f"--kv-cache-fraction {settings.kv_cache_fraction:g} of {max(free_bytes, 0)} free bytes"
     needed = -(-max_model_len // geometry.block_size) + 1
     if num_blocks < needed:
+        more = (
+            f"--num-blocks {needed}"
+            if settings.num_blocks is not None
+            else f"--kv-cache-memory {needed * geometry.bytes_per_block}"
+        )
         raise SettingsError(
             f"{source} gives {num_blocks} KV cache blocks, but one sequence of max_model_len {max_model_len} needs {needed} "
-            f"(block_size {geometry.block_size}, the null block included): lower --max-model-len, or allow at least "
-            f"--kv-cache-memory {needed * geometry.bytes_per_block}"
+            f"(block_size {geometry.block_size}, the null block included): lower --max-model-len, or allow at least {more}"
         )
     if num_blocks * geometry.bytes_per_block > free_bytes:
         raise SettingsError(

@@ -3,12 +3,14 @@
 import torch
 from torch import nn
 
+from modelworker.ops.catalog import UNFUSED_OPS
 from modelworker.ops.op_settings import OpSettings, OpSettingsError, Platform, choose_custom_ops
 from modelworker.ops.plugins import PluginError, load_plugins
 from modelworker.ops.replaceable import warn_of_unused_replacements
 from modelworker.ops.report import report_ops, switchable_ops
+from modelworker.ops.triton_library import TritonError, TritonLibrary, load_triton
 from modelworker.worker.cpu_kernels import CpuKernels
-from modelworker.worker.description import OpDescription
+from modelworker.worker.description import Degradation, OpDescription
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.settings import OpsSettings
 
@@ -43,10 +45,16 @@ def plan_ops(
     platform: Platform = "cuda" if device.type == "cuda" else "cpu"
     try:
         custom_ops = choose_custom_ops(
-            settings.custom_ops, known=switchable_ops(), platform=platform, compiles=compiles, backend=backend
+            settings.custom_ops,
+            known=switchable_ops(),
+            opaque=UNFUSED_OPS,
+            platform=platform,
+            compiles=compiles,
+            backend=backend,
         )
     except OpSettingsError as error:
         raise SettingsError(f"--custom-ops: {error}") from error
+    triton, no_triton_reason = _load_triton(device)
     return OpSettings(
         platform=platform,
         custom_ops=custom_ops,
@@ -55,7 +63,27 @@ def plan_ops(
         records=captures and platform == "cpu" and kernels.library is not None,
         kernels=kernels.library,
         no_kernels_reason=kernels.missing,
+        triton=triton,
+        no_triton_reason=no_triton_reason,
     )
+
+
+def missing_kernels(ops: OpSettings) -> tuple[Degradation, ...]:
+    """Says what it means that there are no Triton kernels on a GPU; of C++ kernels `load_cpu_kernels` says it."""
+    if ops.platform != "cuda" or ops.triton is not None:
+        return ()
+    message = f"{ops.no_triton_reason}: plain PyTorch ops run instead, several times slower, and without FULL graphs"
+    return (Degradation(reason="no_triton_kernels", message=message),)
+
+
+def _load_triton(device: torch.device) -> tuple[TritonLibrary | None, str]:
+    """Returns the Triton kernels where the model runs on a GPU, or None and why there are none."""
+    if device.type != "cuda":
+        return None, f"the model runs on {device.type}"
+    try:
+        return load_triton(), ""
+    except TritonError as error:
+        return None, str(error)
 
 
 def describe_ops(model: nn.Module) -> tuple[OpDescription, ...]:

@@ -15,6 +15,7 @@ from modelworker.worker.sampling import ROWS_AT_ONCE
 from modelworker.worker.settings import MAX_TABLE_SIZE, DeviceSettings, ModelSettings, StepSettings, WorkerSettings
 from modelworker.worker.terminal import format_bytes
 
+_MAX_FEEDBACK_BYTES = 2**30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 _PRODUCT_ROUNDS = 5
 # Where bfloat16 is emulated, one product can take seconds: then one tells enough.
@@ -140,9 +141,19 @@ def choose_max_model_len(settings: ModelSettings, config: ModelConfig) -> int:
 
 
 def choose_feedback_capacity(settings: WorkerSettings) -> int:
-    """Resolves --max-feedback-sequences: a router keeps some sequences beside those of a step."""
-    given = settings.feedback.max_feedback_sequences
-    return min(4 * settings.step.max_sequences, MAX_TABLE_SIZE) if given is None else given
+    """Resolves --max-feedback-sequences: a router keeps some sequences beside those of a step.
+
+    Raises:
+        SettingsError: the table would take more than 1 GiB, for each sequence may have as many tokens in it as steps are in flight.
+    """
+    given, num_tokens = settings.feedback.max_feedback_sequences, settings.fencing.max_steps_in_flight
+    num_sequences = min(4 * settings.step.max_sequences, MAX_TABLE_SIZE) if given is None else given
+    if 4 * num_sequences * num_tokens > _MAX_FEEDBACK_BYTES:
+        raise SettingsError(
+            f"the tokens of {num_sequences} sequences with {num_tokens} each would take more than 1 GiB: lower "
+            "--max-feedback-sequences or --max-steps-in-flight"
+        )
+    return num_sequences
 
 
 def free_bytes_of(device: torch.device, machine: Machine) -> int:

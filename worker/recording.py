@@ -5,6 +5,7 @@ begins with an epoch. From where something is missing on, the rest of the epoch 
 format stands in `recording_file`.
 """
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -119,6 +120,7 @@ class StepRecorder:
         self._bytes_left = settings.recording.record_steps_limit
         self._num_files = 0
         self._file: int | None = None
+        self._file_bytes = 0
         self._skips_epoch = False
         counters.increment("degradations_total", reason=_REASON)
         self._thread = threading.Thread(target=self._run, name=RECORDING_THREAD_NAME, daemon=True)
@@ -212,7 +214,8 @@ class StepRecorder:
             return
         if self._file is None:
             self._num_files += 1
-            self._file = create_file(self._folder / f"{self._num_files:06d}.steps")
+            self._file = create_file(self._path)
+            self._file_bytes = 0
         self._append(self._file, content)
         self._counters.increment("steps_recorded_total")
 
@@ -231,12 +234,28 @@ class StepRecorder:
         else:
             self._append(file, content)
 
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._num_files:06d}.steps"
+
     def _append(self, file: int, content: bytes) -> None:
         view = memoryview(content)
-        while view:
-            written = os.write(file, view)
-            self._bytes_left -= written
-            view = view[written:]
+        try:
+            while view:
+                view = view[os.write(file, view) :]
+        except OSError:
+            self._take_back(file)
+            raise
+        self._file_bytes += len(content)
+        self._bytes_left -= len(content)
+
+    def _take_back(self, file: int) -> None:
+        """Cuts off what was written of a record; a file that has not even a header is no recording, and goes."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, self._file_bytes)
+            if not self._file_bytes:
+                self._path.unlink()
+                self._close_file()
 
     def _end(self, reason: str, message: str) -> None:
         """Leaves out the rest of the epoch, and says so in the file, a counter and the log."""
@@ -245,7 +264,7 @@ class StepRecorder:
         self._skips_epoch = True
         self._counters.increment("recordings_ended_total", reason=reason)
         _log.warning("steps are not recorded any more until the next epoch: %s", message)
-        if self._file is not None and reason != "write_failed":
+        if self._file is not None:
             try:
                 self._append(self._file, Record(kind=RecordKind.END, request=message.encode()).encode())
             except OSError as error:

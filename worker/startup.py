@@ -35,7 +35,7 @@ from modelworker.worker.models.checkpoint import Checkpoint
 from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.models.registry import build_model, load_model_config
 from modelworker.worker.models.weights import LoadedWeights, load_weights
-from modelworker.worker.op_plan import describe_ops, plan_ops
+from modelworker.worker.op_plan import describe_ops, missing_kernels, plan_ops
 from modelworker.worker.plan import (
     check_weights_fit,
     choose_device,
@@ -99,10 +99,13 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
             kernels=kernels,
+            triton=ops.triton,
             device=device,
             identity=_identity(config, model),
         )
         compiling = CompileCounters()
+        if ops.triton is not None:
+            compiling.watch_triton()
         decoder = prepare_decoder(plan, parts, settings, compiling, progress)
         memory_findings, tightness = budget.judge_graphs(decoder.graph_bytes)
         for event, amount in compiling.snapshot().items():
@@ -116,7 +119,7 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             limits=limits,
             execution=describe_execution(device, num_threads, model, decoder),
             self_check=SelfCheck(passed=True, findings=(products, *decoder.findings, *memory_findings)),
-            degradations=(*choice.degradations, *kernels.degradations, *tightness, *decoder.degradations),
+            degradations=(*choice.degradations, *kernels.degradations, *missing_kernels(ops), *tightness, *decoder.degradations),
             versions=describe_versions(device),
             ops=describe_ops(model),
         )

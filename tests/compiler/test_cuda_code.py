@@ -20,7 +20,10 @@ from modelworker.compiler.counters import CompileCounters
 from modelworker.compiler.model_source import ModelSource
 from modelworker.compiler.settings import CompileSettings
 from modelworker.compiler.triton_files import collect_triton_files, triton_directory
-from modelworker.ops.op_settings import OpSettings
+from modelworker.ops.catalog import OPAQUE_OPS
+from modelworker.ops.op_settings import OpSettings, choose_custom_ops
+from modelworker.ops.report import switchable_ops
+from modelworker.ops.triton_library import load_triton
 from modelworker.worker.compiled_decoder import decoder_source
 from modelworker.worker.kv_cache import KvCache, KvCacheGeometry
 from modelworker.worker.models import build_model, load_model_config
@@ -54,6 +57,8 @@ LLAMA_1B = {
 # Before the first attention: embedding and norm; the rotation of queries, of keys. Between: addition and norm, activation, addition
 # and norm, the rotations. After the last: without them.
 KERNELS_AND_PRODUCTS = [(3, 1), (5, 4), (3, 3)]
+# Where the rotations are part of the cache update.
+WITH_KERNELS = [(1, 1), (3, 4), (3, 3)]
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,17 @@ def stand_in() -> Iterator[Any]:
         yield module
 
 
-def source_of(shape: dict[str, Any], directory: Path) -> ModelSource:
-    """The decoder with native ops, as the worker has it compiled for a GPU. Its weights are not filled: they are never read."""
+def source_of(shape: dict[str, Any], directory: Path, *, has_kernels: bool = False) -> ModelSource:
+    """The decoder, as the worker has it compiled for a GPU, with native ops or the kernels that are the default there.
+
+    Its weights are not filled: they are never read.
+    """
     (directory / "config.json").write_text(json.dumps({**TINY, **shape}))
     config = load_model_config(directory)
-    ops = OpSettings(platform="cuda", custom_ops=("none",), compiles=True)
+    triton = load_triton() if has_kernels else None
+    opaque = OPAQUE_OPS if has_kernels else ()
+    custom_ops = choose_custom_ops((), known=switchable_ops(), opaque=opaque, platform="cuda", compiles=True, backend="inductor")
+    ops = OpSettings(platform="cuda", custom_ops=custom_ops, compiles=True, triton=triton)
     model = build_model(config, dtype=torch.bfloat16, ops=ops).to_empty(device="cpu")
     geometry = KvCacheGeometry(
         num_layers=config.num_layers,
@@ -89,7 +100,7 @@ def source_of(shape: dict[str, Any], directory: Path) -> ModelSource:
     )
     device = torch.device("cpu")
     buffers = StepBuffers(max_tokens=8192, max_sequences=256, max_blocks=512, device=device)
-    return decoder_source(model, KvCache(geometry, 2, device), buffers, device=device, kernels=None, identity={})
+    return decoder_source(model, KvCache(geometry, 2, device), buffers, device=device, kernels=None, triton=triton, identity={})
 
 
 def cuda_pieces(source: ModelSource, stand_in: Any) -> list[CudaPiece]:
@@ -118,6 +129,12 @@ def test_every_piece_has_the_kernels_that_fusion_leaves_and_they_fit_into_regist
             # 2048 threads on a multiprocessor of 65536 registers.
             assert resources.registers <= 64, resources
             assert resources.shared_bytes <= 16384, resources
+
+
+def test_with_the_kernels_of_the_gpu_pieces_keep_only_what_they_fuse(tmp_path: Path, stand_in: Any) -> None:
+    """Rotation is the cache update's kernel; norms and activations stay with the products around them."""
+    pieces = cuda_pieces(source_of(LLAMA_1B, tmp_path, has_kernels=True), stand_in)
+    assert [(len(piece.kernels), len(piece.products)) for piece in pieces] == WITH_KERNELS
 
 
 def test_without_bounds_of_sizes_norms_are_not_fused(tmp_path: Path, stand_in: Any) -> None:

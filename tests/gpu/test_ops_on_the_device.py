@@ -1,5 +1,6 @@
 """Every op of the catalog on the device, against references that are computed in fp64 on the CPU."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,9 +10,12 @@ from torch import Tensor
 
 from modelworker.ops.catalog import CATALOG
 from modelworker.ops.op_spec import RETURNED, TOKEN_COUNTS, Implementation, OpSpec, SampleShape, returned_at
+from modelworker.ops.triton_library import load_triton
 
 pytestmark = pytest.mark.cuda
 Arguments = Mapping[str, Any]
+# As in conftest.py: kernels of the GPU need one.
+ON_CUDA = os.environ.get("MODELWORKER_TEST_DEVICE", "cuda") == "cuda" and torch.cuda.is_available()
 
 
 def op_of(spec: OpSpec) -> Any:
@@ -20,11 +24,11 @@ def op_of(spec: OpSpec) -> Any:
 
 def cases() -> Iterator[Any]:
     for spec in CATALOG.values():
-        for implementation in (*spec.implementations(None), Implementation(name="registered", run=op_of(spec))):
-            if "cuda" in implementation.devices:
-                for dtype in spec.tolerances:
-                    name = f"{spec.name}-{implementation.name}-{str(dtype).removeprefix('torch.')}"
-                    yield pytest.param(spec, implementation.run, dtype, id=name)
+        registered = Implementation(name="registered", run=op_of(spec))
+        for implementation in (*spec.implementations(triton=load_triton() if ON_CUDA else None), registered):
+            for dtype in spec.tolerances:
+                name = f"{spec.name}-{implementation.name}-{str(dtype).removeprefix('torch.')}"
+                yield pytest.param(spec, implementation.run, dtype, id=name)
 
 
 class Moved:
@@ -114,3 +118,8 @@ def test_an_op_agrees_with_its_reference_on_the_device_and_writes_nothing_else(
     with torch.inference_mode():
         for shape in shapes:
             check(spec, run, shape, device)
+
+
+def test_every_triton_form_is_held_against_its_reference() -> None:
+    names = {parameter.id.split("-")[0] for parameter in cases() if "-triton-" in parameter.id}
+    assert names == (set(load_triton().names) if ON_CUDA else set())

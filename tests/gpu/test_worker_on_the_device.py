@@ -1,6 +1,7 @@
 """A tiny model on the device, started as a worker starts: every way to run a step gives the tokens of plain modules on the CPU."""
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,6 @@ import torch
 
 from modelworker.compiler.counters import CompileCounters
 from modelworker.graphs.backend import StaleInputError
-from modelworker.graphs.dispatch import Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.worker.batch import GraphExecution, GraphMode, Int32Array, StepBatch
 from modelworker.worker.check_batch import CheckRow, make_check_batch
@@ -41,7 +41,7 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 64
 PROMPT_LENS = (5, 9, 1, 14)
 NUM_DECODES = 12
 LEVELS = {"eager": 0, "compiled": 1, "graphs": 2}
-HOST_OPS = {"paged_attention", "store_kv"}
+KERNEL_OPS = {"paged_attention", "rotary_store_kv", "sample_tokens"}
 
 
 class Generated(NamedTuple):
@@ -169,28 +169,29 @@ def test_graphs_give_the_tokens_of_the_cpu(engine_at: Callable[[str], Engine], e
     found = generate(engine)
     assert found.tokens == expected.tokens
     assert {one.mode for one in found.prefills} == {GraphMode.PIECEWISE}
-    full = {one.mode for one in engine.description.execution.captured} >= {GraphMode.FULL}
-    reason = "" if full else "not_captured"
-    assert {(one.mode, one.fallback_reason) for one in found.decodes} == {(GraphMode.FULL if full else GraphMode.PIECEWISE, reason)}
+    assert {(one.mode, one.fallback_reason) for one in found.decodes} == {(GraphMode.FULL, "")}
     assert {one.padded_tokens for one in found.decodes} == {4}
 
 
-def test_full_graphs_are_refused_only_for_ops_that_read_values_on_the_host(
+def test_full_graphs_are_captured_and_their_replays_wait_for_nothing(
     engine_at: Callable[[str], Engine], device: torch.device
 ) -> None:
     engine = engine_at("graphs")
-    native = {op.name for op in engine.description.ops if op.implementation.startswith("native")} & HOST_OPS
-    failures = [degradation.message for degradation in engine.description.degradations if degradation.reason == "capture_failed"]
+    assert engine.description.degradations == ()
+    assert engine.runner.dispatcher.disabled == {}
+    full = [key for key in engine.runner.captured if key.mode is RuntimeMode.FULL]
+    assert full
     if device.type == "cuda":
-        assert native, (
-            "attention and the cache update have kernels: hold here that FULL graphs are captured, and replays wait for nothing"
-        )
-        assert engine.runner.dispatcher.disabled == {RuntimeMode.FULL: Reason.NOT_CAPTURED}
-        (failure,) = failures
-        assert failure.startswith("FULL 8 tokens 8 sequences of 1: ")
-        assert all(name in failure for name in native)
-    else:
-        assert (failures, engine.runner.dispatcher.disabled) == ([], {})
+        assert {op.implementation for op in engine.description.ops if op.name in KERNEL_OPS} == {"triton"}
+        for key in full:
+            inputs = engine.runner.stage_blank(key)
+            torch.cuda.synchronize(device)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                engine.runner.replay(key, inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize(device)
 
 
 def test_a_graph_refuses_inputs_that_lie_elsewhere(engine_at: Callable[[str], Engine]) -> None:
@@ -205,6 +206,8 @@ def test_a_graph_refuses_inputs_that_lie_elsewhere(engine_at: Callable[[str], En
 
 def test_nothing_is_compiled_after_readiness(engine_at: Callable[[str], Engine]) -> None:
     engine, counters = engine_at("graphs"), CompileCounters()
+    if "triton" in sys.modules:
+        counters.watch_triton()
     random = np.random.default_rng(9)
     before = counters.process_compilations()
     for _ in range(60):

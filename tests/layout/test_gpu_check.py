@@ -12,7 +12,20 @@ import pytest
 
 # What a bare machine with a GPU lacks, and what need not fit together there.
 ABSENT = ("structlog", "grpc_health", "grpc_reflection", "grpc_status", "hypothesis", "grpc", "modelworker.proto")
-PARTS = {"versions", "limits", "tests", "decode 1B", "prefill 1B", "decode 8B", "prefill 8B", "host 135M", "transformers", "all"}
+PARTS = {
+    "versions",
+    "limits",
+    "tests",
+    "decode 1B",
+    "prefill 1B",
+    "decode 8B",
+    "prefill 8B",
+    "attention 8B",
+    "sampling",
+    "host 135M",
+    "transformers",
+    "all",
+}
 
 _REFUSING = """
 import importlib.machinery, sys

@@ -25,6 +25,8 @@ IMPORTLIB = {
     "modelworker.worker.command_serve",
     "modelworker.compiler.compile",
     "modelworker.compiler.generated_code",
+    # A CPU build of torch comes without Triton: its kernels are loaded where there is a GPU.
+    "modelworker.ops.triton_library",
 }
 # What models share with the worker around them.
 WORKER_MODULES_FOR_MODELS = {"modelworker.worker.errors", "modelworker.worker.progress"}
@@ -212,6 +214,14 @@ def the_scheduler_stands_on_the_client_alone(sources: Sources) -> list[str]:
     ]
 
 
+def triton_stays_in_its_kernels_which_nobody_imports(sources: Sources) -> list[str]:
+    return [
+        f"{module}:{found.line} imports {found.target}"
+        for module, found in _all_imports(sources)
+        if _within(found.target, "triton", "modelworker.ops.kernels") and not _within(module, "modelworker.ops.kernels")
+    ]
+
+
 def modules_do_not_import_each_other_in_circles(sources: Sources) -> list[str]:
     loaded = _reachable(sources, with_packages=False)
     return [f"{one} <-> {other}" for one in sources for other in loaded[one] if one < other and one in loaded.get(other, ())]
@@ -258,6 +268,8 @@ RULES: list[tuple[Rule, dict[str, str]]] = [
         the_client_loads_no_torch,
         {"modelworker.worker.client": "from modelworker.worker import batch", "modelworker.worker.batch": "import torch.nn"},
     ),
+    (triton_stays_in_its_kernels_which_nobody_imports, {"modelworker.ops.norm": "import triton.language as tl"}),
+    (triton_stays_in_its_kernels_which_nobody_imports, {"modelworker.ops.norm": "from modelworker.ops.kernels import forms"}),
     (
         modules_do_not_import_each_other_in_circles,
         {

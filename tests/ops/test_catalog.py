@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modelworker.ops.catalog import CATALOG, splitting_ops
 from modelworker.ops.op_spec import OpSpec, SampleShape
+from modelworker.ops.triton_library import load_triton
 from modelworker_testing.kernels import own_kernels
 from modelworker_testing.op_checks import assert_close, checkable, memory, op_of, results, run_and_check
 
@@ -177,6 +178,7 @@ def test_attention_and_the_cache_update_split_the_graph() -> None:
     kernels = own_kernels()
     assert splitting_ops() == tuple(f"modelworker::{name}" for name in names)
     assert splitting_ops(kernels) == (*splitting_ops(), *(f"{kernels.level.namespace}::{name}" for name in names))
+    assert splitting_ops(None, load_triton()) == (*splitting_ops(), *(f"modelworker_triton::{name}" for name in names))
 
 
 IMPORTING = """

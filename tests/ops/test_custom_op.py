@@ -15,6 +15,7 @@ from modelworker.ops.norm import RMSNorm
 from modelworker.ops.op_settings import OpSettings
 from modelworker.ops.report import OpReport, report_ops, switchable_ops
 from modelworker.ops.rotary_store_kv import RotaryStoreKv
+from modelworker.ops.triton_library import load_triton
 from modelworker_testing.kernels import kernel_ops
 
 CPU_ALL = OpSettings(platform="cpu", custom_ops=("all",))
@@ -133,7 +134,7 @@ def test_the_report_says_which_implementation_runs_why_and_what_else_there_is() 
         name="rms_norm",
         implementation="native",
         reason="custom_ops is all, but the C++ kernels are not loaded",
-        alternatives=("c++",),
+        alternatives=("c++", "triton"),
     )
     assert second == OpReport(name="test_add", implementation="native", reason="custom_ops is none", alternatives=("c++", "triton"))
     assert {report.name for report in others} >= {"silu_and_mul", "paged_attention"}
@@ -150,6 +151,18 @@ def test_an_op_whose_kernel_can_not_serve_it_runs_native_and_says_why() -> None:
     assert odd.choice.reason == "custom_ops is all, but the C++ kernel takes an even head_dim up to 256, not 33"
     assert grouped.choice.reason == "custom_ops is all, but the C++ kernel takes up to 64 query heads per KV head, not 65"
     assert {op.choice.implementation for op in (odd, grouped)} == {"native"}
+
+
+def test_an_op_whose_triton_kernel_can_not_serve_it_runs_native_and_says_why() -> None:
+    triton = OpSettings(platform="cuda", triton=load_triton())
+    fits, long, grouped = (
+        PagedAttention(scale=1.0, window=0, soft_cap=0.0, head_dim=size, queries_per_kv_head=group, ops=triton)
+        for size, group in ((80, 3), (288, 3), (64, 129))
+    )
+    assert fits.choice.implementation == "triton"
+    assert long.choice.reason == "custom_ops is all, but the Triton kernel takes a head_dim up to 256, not 288"
+    assert grouped.choice.reason == "custom_ops is all, but the Triton kernel takes up to 128 query heads per KV head, not 129"
+    assert {op.choice.implementation for op in (long, grouped)} == {"native"}
 
 
 def test_parts_of_a_fused_op_are_reported_only_where_its_native_form_runs() -> None:
@@ -345,6 +358,6 @@ def test_a_norm_of_more_elements_than_the_kernel_has_room_for_runs_native_and_sa
     largest, larger = (RMSNorm(size, eps=0.0, dtype=torch.float32, ops=kernel_ops()) for size in (32768, 32769))
     assert largest.choice.implementation == "c++"
     assert larger.choice.implementation == "native"
-    assert larger.choice.reason == "custom_ops is all, but the C++ kernel takes a hidden size up to 32768, not 32769"
+    assert larger.choice.reason == "custom_ops is all, but the kernel takes a hidden size up to 32768, not 32769"
     torch.nn.init.ones_(larger.weight)
     assert torch.equal(larger(torch.full((1, 32769), 2.0)), torch.ones(1, 32769))

@@ -10,7 +10,9 @@ KNOWN = ("rms_norm", "silu_and_mul", "rotary_embedding")
 
 
 def choose(*wanted: str, **where: Any) -> tuple[str, ...]:
-    return choose_custom_ops(wanted, **{"known": KNOWN, "platform": "cpu", "compiles": False, "backend": "inductor", **where})
+    return choose_custom_ops(
+        wanted, **{"known": KNOWN, "opaque": (), "platform": "cpu", "compiles": False, "backend": "inductor", **where}
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,14 @@ def choose(*wanted: str, **where: Any) -> tuple[str, ...]:
 def test_none_is_the_default_under_inductor_on_cuda_and_all_elsewhere(where: dict[str, Any], expected: str) -> None:
     assert choose(**where) == (expected,)
     assert choose("+rms_norm", "-silu_and_mul", **where) == (expected, "+rms_norm", "-silu_and_mul")
+
+
+def test_ops_that_inductor_does_not_look_into_are_enabled_on_cuda_unless_they_or_all_are_named() -> None:
+    where = {"platform": "cuda", "compiles": True, "opaque": ("silu_and_mul", "rms_norm")}
+    assert choose(**where) == ("none", "+rms_norm", "+silu_and_mul")
+    assert choose("-rms_norm", **where) == ("none", "+silu_and_mul", "-rms_norm")
+    assert choose("none", **where) == ("none",)
+    assert choose("all", **where) == ("all",)
 
 
 def test_all_or_none_that_is_asked_for_wins_over_the_default() -> None:

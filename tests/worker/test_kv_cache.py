@@ -40,14 +40,18 @@ def test_the_number_of_blocks_follows_from_blocks_then_memory_then_a_share_of_wh
 
 
 @pytest.mark.parametrize(
-    ("settings", "flag"), [({"num_blocks": 16}, "--num-blocks"), ({"kv_cache_memory": 16 * BLOCK_BYTES}, "--kv-cache-memory")]
+    ("settings", "enough"),
+    [
+        ({"num_blocks": 16}, "--num-blocks 17"),
+        ({"kv_cache_memory": 16 * BLOCK_BYTES}, f"--kv-cache-memory {17 * BLOCK_BYTES}"),
+        ({"kv_cache_fraction": 1.0, "free_bytes": 16 * BLOCK_BYTES}, f"--kv-cache-memory {17 * BLOCK_BYTES}"),
+    ],
 )
-def test_a_cache_that_holds_less_than_one_sequence_is_refused_with_what_would_do(settings: dict[str, int], flag: str) -> None:
+def test_a_cache_that_holds_less_than_one_sequence_is_refused_with_what_would_do(settings: dict[str, Any], enough: str) -> None:
     with pytest.raises(SettingsError) as error:
         choose(**settings)
-    assert flag in str(error.value)
     assert "needs 17" in str(error.value)
-    assert f"--kv-cache-memory {17 * BLOCK_BYTES}" in str(error.value)
+    assert f"allow at least {enough}" in str(error.value)
     assert choose(num_blocks=17) == 17
 
 

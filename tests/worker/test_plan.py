@@ -16,11 +16,12 @@ from modelworker.worker.plan import (
     check_weights_fit,
     choose_device,
     choose_dtype,
+    choose_feedback_capacity,
     choose_max_model_len,
     judge_memory,
     measure_products,
 )
-from modelworker.worker.settings import DeviceSettings, ModelSettings
+from modelworker.worker.settings import DeviceSettings, FeedbackSettings, FencingSettings, ModelSettings, WorkerSettings
 from modelworker_testing.checkpoints import save_tiny
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -150,3 +151,21 @@ def test_the_largest_step_takes_about_the_estimated_memory(tmp_path: Path, vocab
     assert estimated > 2**26
     # Allocators round up and keep a little; compiled kernels hold less than the plain ops of which the estimate is.
     assert (0.5 if drafts else 0.1) < share < 1.2
+
+
+@pytest.mark.parametrize(
+    ("max_feedback_sequences", "max_steps_in_flight", "kept"),
+    [(None, 64, 256), (7, 64, 7), (2**20, 256, 2**20), (2**20, 257, None), (5000, 2**20, None)],
+)
+def test_the_table_of_fed_back_tokens_has_a_bound(
+    max_feedback_sequences: int | None, max_steps_in_flight: int, kept: int | None
+) -> None:
+    settings = WorkerSettings(
+        feedback=FeedbackSettings(max_feedback_sequences=max_feedback_sequences),
+        fencing=FencingSettings(max_steps_in_flight=max_steps_in_flight),
+    )
+    if kept is not None:
+        assert choose_feedback_capacity(settings) == kept
+        return
+    with pytest.raises(SettingsError, match="--max-feedback-sequences or --max-steps-in-flight"):
+        choose_feedback_capacity(settings)

@@ -226,6 +226,13 @@ def test_the_command_prints_json_of_a_prefill_by_plain_modules(
     assert sum(each["ms"] for each in report["ops"]) == pytest.approx(report["measured_ms"], rel=0.01)
 
 
+def test_a_decode_has_the_longest_context_where_the_model_takes_less_than_the_usual_one(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("--steps", 1, "--json", "--enforce-eager", "--output", tmp_path / "t.json") == 0
+    assert json.loads(capsys.readouterr().out)["step"] == "decode 1 x 1, context 63"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -234,6 +241,10 @@ def test_the_command_prints_json_of_a_prefill_by_plain_modules(
         (("--context", 64), "--context + --query-len is 65, and the worker takes at most 64"),
         (("--context", -1), "--context is -1, expected 0 or more"),
         (("--mode", "FULL"), "--mode FULL: this step can't be run so here, expected one of auto, eager"),
+        (
+            ("--batch", 4, "--context", 60, "--num-blocks", 4, "--block-size", 32, "--query-len", 4),
+            "--batch, --query-len, --context: decode 4 x 4, context 60: it needs 5 KV cache blocks, the worker has 3",
+        ),
         (("--output", "/nowhere/t.json"), "--output /nowhere/t.json: is no place for a file"),
     ],
 )

@@ -1,6 +1,7 @@
 """What a recording holds, where it begins and ends, and what is refused."""
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -216,6 +217,35 @@ def test_a_write_that_fails_ends_the_recording_of_the_epoch_and_not_the_worker(t
     assert tokens_of(first) == [([1], [1])]
     assert tokens_of(second) == [([4], [4])]
     assert world.counters.snapshot()['recordings_ended_total{reason="write_failed"}'] == 1
+
+
+@pytest.mark.parametrize("room", [0, 5, 3000, 3010, 3050])
+def test_a_disk_that_becomes_full_leaves_whole_recordings_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    left = room
+
+    def write(file: int, content: memoryview) -> int:
+        nonlocal left
+        if left <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real_write(file, content[:left])
+        left -= written
+        return written
+
+    real_write = os.write
+    monkeypatch.setattr("modelworker.worker.recording.os.write", write)
+    world = World(tmp_path / "steps")
+    for token in range(1, 200):
+        world.step(token)
+    files = world.read()
+    assert world.counters.snapshot()['recordings_ended_total{reason="write_failed"}'] == 1
+    num_recorded = world.counters.snapshot().get("steps_recorded_total", 0)
+    assert [tokens_of(steps) for steps in files] == [[([token], [token]) for token in range(1, num_recorded + 1)]] * bool(
+        num_recorded
+    )
+    for path in world.folder.iterdir():
+        file = RecordingFile(path)
+        list(file.records())
+        assert not file.is_cut_off
 
 
 def test_a_step_without_its_request_ends_the_recording_visibly(tmp_path: Path) -> None:

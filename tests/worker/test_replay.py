@@ -305,6 +305,18 @@ def test_the_command_takes_overrides_and_prints_json(
     assert any("graph mode was FULL_AND_PIECEWISE when it was recorded, and is NONE" in note for note in report["notes"])
 
 
+def test_eager_replays_what_was_recorded_with_graphs_that_were_asked_for(
+    recorded: Recorded, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    header, _, steps = (recorded.folder / "000001.steps").read_bytes().partition(b"\n")
+    fields = json.loads(header)
+    fields["settings"]["execution"] |= {"optimization_level": 0, "graph_mode": "FULL_DECODE_ONLY", "decode_graph_sizes": [2]}
+    path = tmp_path / "asked.steps"
+    path.write_bytes(json.dumps(fields).encode() + b"\n" + steps)
+    assert command(path, "--enforce-eager") == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"equal: {NUM_STEPS} steps")
+
+
 def test_the_command_refuses_another_models_weights(
     recorded: Recorded, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_ModelWorkerServicer_to_server
-from modelworker.worker.client import Client, WorkerCallError
+from modelworker.worker.client import Client, StepSampling, WorkerCallError, build_step
 from modelworker.worker.client.session import FencedSession
 from modelworker.worker.client.stream_session import StreamSession
 from modelworker.worker.scheduler import (
@@ -133,6 +133,7 @@ class ChainWorker(ModelWorkerServicer):
     max_model_len: int = 64
     max_sequences: int = 8
     max_tokens_per_step: int = 32
+    max_feedback_sequences: int = 8
     model_name: str = "chain"
     faults: list[str] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
@@ -163,7 +164,7 @@ class ChainWorker(ModelWorkerServicer):
         info.model.eos_token_ids.append(EOS)
         info.kv_cache.block_size, info.kv_cache.num_blocks = self.block_size, self.num_blocks
         info.limits.max_sequences, info.limits.max_tokens_per_step = self.max_sequences, self.max_tokens_per_step
-        info.limits.max_steps_in_flight = 8
+        info.limits.max_steps_in_flight, info.limits.max_feedback_sequences = 8, self.max_feedback_sequences
         info.capabilities.extend(["history", "ExecuteSteps", "sequence_ids", "finished_sequence_ids", "draft_lens", "block_copies"])
         return info
 
@@ -239,6 +240,8 @@ class ChainWorker(ModelWorkerServicer):
         self.check(request, samples, draft_lens)
         for sequence_id in request.finished_sequence_ids:
             self.kept.pop(sequence_id, None)
+        if len(self.kept.keys() | set(request.sequence_ids)) > self.max_feedback_sequences:
+            self.breaches.append(f"{len(self.kept)} sequences are kept, and {list(request.sequence_ids)} are named")
         self.copy_blocks(request.block_copies)
         response = pb.ExecuteStepResponse(worker_epoch=self.epoch, step_id=request.step_id)
         response.graph.padded_tokens = sum(query_lens)
@@ -770,6 +773,20 @@ def test_continuations_compute_their_prompt_once_and_copy_the_block_that_they_go
     assert worker.num_copies == 3
 
 
+def test_a_pipeline_has_no_more_sequences_than_the_worker_keeps_tokens_of(served: Served) -> None:
+    worker = ChainWorker(max_feedback_sequences=3)
+    arrivals = [(0, endless(5, 12, start)) for start in range(9)]
+    # Some stop, which is seen when they have a row in the next step already.
+    outputs = [expected_output(request, worker.max_model_len)[0] for _, request in arrivals]
+    arrivals = [
+        (step, replace(request, stop_token_ids=frozenset(output[3:4] if index % 2 else ())))
+        for index, ((step, request), output) in enumerate(zip(arrivals, outputs, strict=True))
+    ]
+    finished, events = run(served, worker, SchedulerSettings(), arrivals, depth=3)
+    assert_as_expected(worker, finished, arrivals)
+    assert max(event.num_sequences for event in events if isinstance(event, StepExecuted)) <= 3
+
+
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_pipeline_sends_steps_before_their_tokens_are_known_and_drops_those_that_come_after_a_stop(
     served: Served, depth: int
@@ -784,6 +801,15 @@ def test_a_pipeline_sends_steps_before_their_tokens_are_known_and_drops_those_th
     # Until the stop is seen, as many steps more as are in flight.
     assert worker.num_executed == number + depth - 1
     assert worker.num_feedback_tokens == (worker.num_executed - 1 if depth > 1 else 0)
+
+
+@pytest.mark.parametrize("seeded", [None, [True, False]])
+def test_a_seed_counts_unless_it_is_said_not_to(seeded: list[bool] | None) -> None:
+    sampling = StepSampling(temperature=[1.0, 1.0], seed=[3, 4], has_seed=seeded)
+    step = build_step(
+        query_lens=[1, 1], context_lens=[0, 0], token_ids=[1, 2], block_counts=[1, 1], block_ids=[1, 2], sampling=sampling
+    )
+    assert list(step.sampling.has_seed) == (seeded or [True, True])
 
 
 def test_a_block_is_free_only_after_the_last_step_that_could_write_it_was_answered(served: Served) -> None:

@@ -13,6 +13,7 @@ from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
 from modelworker.worker.client.connection import AsyncClient, Client
 from modelworker.worker.client.errors import (
     CallDeadlineError,
+    FeedbackMismatchError,
     InvalidRequestError,
     KvCacheLostError,
     NotImplementedByWorkerError,
@@ -51,6 +52,7 @@ __all__ = [
     "CallDeadlineError",
     "Client",
     "ExecuteStepRequest",
+    "FeedbackMismatchError",
     "FencedSession",
     "InvalidRequestError",
     "KvCacheLostError",

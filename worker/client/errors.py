@@ -6,6 +6,7 @@ WorkerCallError              a call failed; `code` is its gRPC status
     KvCacheLostError         KV_CACHE_LOST: the KV cache is not the one the caller knows; recompute everything
     StepOutOfOrderError      STEP_OUT_OF_ORDER: another step id is next
     WorkerOwnedError         WORKER_OWNED: another router holds the lease
+    FeedbackMismatchError    FEEDBACK_MISMATCH: the worker does not have the token that -1 or a history stands for
   WorkerBusyError            RESOURCE_EXHAUSTED: come back after `retry_after` seconds (None: a retry would not help)
   WorkerUnavailableError     UNAVAILABLE: starting, draining, gone, or the connection broke; the step may have been executed
   CallDeadlineError          DEADLINE_EXCEEDED: the caller's time is up; the step may have been executed
@@ -81,6 +82,10 @@ class WorkerOwnedError(PreconditionFailedError):
     """Another router holds the worker's lease."""
 
 
+class FeedbackMismatchError(PreconditionFailedError):
+    """The worker does not have the token that -1, or the end of a history, stands for: send the token itself."""
+
+
 class WorkerBusyError(WorkerCallError):
     """The worker, or a message limit, has no room for the call."""
 
@@ -119,6 +124,7 @@ _BY_REASON: Mapping[str, type[WorkerCallError]] = {
     PreconditionReason.KV_CACHE_LOST: KvCacheLostError,
     PreconditionReason.STEP_OUT_OF_ORDER: StepOutOfOrderError,
     PreconditionReason.WORKER_OWNED: WorkerOwnedError,
+    PreconditionReason.FEEDBACK_MISMATCH: FeedbackMismatchError,
 }
 
 

@@ -104,8 +104,10 @@ class Fence:
             StepPendingError: as many steps as may be are not answered.
         """
         if len(self.unanswered) >= max_unanswered:
-            behind = f" and {max_unanswered - 1} behind it" if max_unanswered > 1 else ""
-            raise StepPendingError(f"step {self._first_step_id}{behind} is not settled: call resume() first")
+            first, number = self._first_step_id, len(self.unanswered)
+            if number == 1:
+                raise StepPendingError(f"step {first} is not settled: call resume() first")
+            raise StepPendingError(f"{number} steps from {first} on are not answered, the most there may be: call receive() first")
         request.worker_epoch = self.worker_epoch
         request.router_id = self.router_id
         request.step_id = self.next_step_id

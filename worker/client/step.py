@@ -17,7 +17,10 @@ FEEDBACK_TOKEN = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepSampling:
-    """Sampling parameters of a step: each None (neutral for every row) or [num_sequences]; the .proto has the ranges."""
+    """Sampling parameters of a step: each None (neutral for every row) or [num_sequences]; the .proto has the ranges.
+
+    With `seed` and without `has_seed`, every row is seeded.
+    """
 
     temperature: FloatsLike | None = None
     top_k: IntegersLike | None = None
@@ -137,13 +140,16 @@ def build_step(
 
 
 def _sampling_fields(sampling: StepSampling) -> dict[str, tuple[Values | None, str]]:
+    has_seed = sampling.has_seed
+    if has_seed is None and sampling.seed is not None:
+        has_seed = [True] * len(sampling.seed)
     return {
         "temperature": (sampling.temperature, "<f4"),
         "top_k": (sampling.top_k, "<i4"),
         "top_p": (sampling.top_p, "<f4"),
         "min_p": (sampling.min_p, "<f4"),
         "seed": (sampling.seed, "<u8"),
-        "has_seed": (sampling.has_seed, "?"),
+        "has_seed": (has_seed, "?"),
         "presence": (sampling.presence, "<f4"),
         "frequency": (sampling.frequency, "<f4"),
         "repetition": (sampling.repetition, "<f4"),

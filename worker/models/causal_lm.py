@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from modelworker.ops.custom_op import CustomOp
+from modelworker.ops.sampling import SampleTokens
 from modelworker.worker.models.layer import CheckpointSlot, Layer, whole_tensor
 
 KvCaches = Sequence[tuple[Tensor, Tensor]]
@@ -33,7 +34,12 @@ class CausalLM(nn.Module, ABC):
     """A decoder-only language model. It holds no state of a step: everything that changes from step to step is an argument.
 
     Made on the meta device by `registry.build_model`, filled by `weights.load_weights`.
+
+    Attributes:
+        sample_tokens: draws from logits on the device; None on a CPU, where the worker draws without it.
     """
+
+    sample_tokens: SampleTokens | None
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, kv_caches: KvCaches) -> Tensor:

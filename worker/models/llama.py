@@ -10,6 +10,7 @@ from modelworker.ops.activation import SiluAndMul
 from modelworker.ops.norm import RMSNorm
 from modelworker.ops.op_settings import OpSettings
 from modelworker.ops.replaceable import PluggableLayer
+from modelworker.ops.sampling import SampleTokens
 from modelworker.worker.models.attention import Attention
 from modelworker.worker.models.causal_lm import AttentionMetadata, CausalLM, KvCaches
 from modelworker.worker.models.config import ModelConfig
@@ -167,6 +168,7 @@ class LlamaForCausalLM(CausalLM):
         self._options: _LayerOptions = {"dtype": dtype, "ops": ops, "tp_rank": parallel.rank, "tp_size": parallel.size}
         self.model = LlamaModel(config, max_model_len=max_model_len, prefix="model", options=self._options)
         self.lm_head = self._make_head(self.model.embed_tokens if config.tie_word_embeddings else None)
+        self.sample_tokens = SampleTokens(ops=ops) if ops.platform == "cuda" else None
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, kv_caches: KvCaches) -> Tensor:
         """Hot path: see `CausalLM.forward`."""

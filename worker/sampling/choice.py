@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelworker.ops.sampling import SampleTokens
 from modelworker.worker.batch import BoolArray, IndexArray, Int32Array, SamplingBatch, UInt64Array
 from modelworker.worker.random_numbers import uniforms
 from modelworker.worker.sampling.edits import edit_logits, edited_positions
@@ -14,7 +15,7 @@ from modelworker.worker.sampling.history import TokenStreams
 from modelworker.worker.sampling.largest import best_of_rows
 from modelworker.worker.sampling.logprobs import Distributions, Listing, list_logprobs
 from modelworker.worker.sampling.positions import SampledPositions
-from modelworker.worker.sampling.tensors import rows_of, to_device
+from modelworker.worker.sampling.tensors import rows_of, to_device, to_device_together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,7 +66,12 @@ def greedy_samples(token_ids: Tensor, finite: Tensor) -> Samples:
 
 
 def choose(
-    logits: Tensor, sampling: SamplingBatch, positions: SampledPositions, seeds: UInt64Array, streams: TokenStreams | None
+    logits: Tensor,
+    sampling: SamplingBatch,
+    positions: SampledPositions,
+    seeds: UInt64Array,
+    streams: TokenStreams | None,
+    sample_tokens: SampleTokens | None = None,
 ) -> Samples:
     """Hot path: samples a token at each position.
 
@@ -75,6 +81,7 @@ def choose(
         positions: n of them.
         seeds: [num_sequences], one for every row, also for those whose seed the router left open.
         streams: tokens of rows with penalties.
+        sample_tokens: draws where no more than the token is asked of the distribution drawn from. None: all are drawn by `draw`.
     """
     best, highest, is_finite = best_of_rows(logits)
     finite = is_finite.numpy(force=True)
@@ -92,13 +99,16 @@ def choose(
     usable = finite & allowed
     is_random = sampling.temperature[positions.rows] > 0
     described = (num_logprobs >= 0) & processed & usable
-    # Positions that draw, and greedy ones that only want to know the distribution.
-    drawing = np.flatnonzero((is_random & usable) | described)
     tokens, drawn = best, None
+    by_op = is_random & usable & ~described & (sample_tokens is not None)
+    if sample_tokens is not None and by_op.any():
+        tokens = _draw_tokens(sample_tokens, logits, by_op, sampling, positions, seeds)
+    # Positions that draw otherwise, and greedy ones that only want to know the distribution.
+    drawing = np.flatnonzero((is_random & usable & ~by_op) | described)
     if drawing.size:
         places = to_device(drawing, logits.device)
         drawn, chosen = _draw(rows_of(logits, places), best[places], highest[places], sampling, positions, seeds, drawing)
-        tokens = best.clone()
+        tokens = tokens.clone()
         tokens[to_device(drawing[is_random[drawing]], logits.device)] = chosen[to_device(is_random[drawing], logits.device)]
     listing = None
     if (sampling.num_logprobs >= 0).any():
@@ -118,6 +128,26 @@ def _distributions_of_model(logits: Tensor, best: Tensor, highest: Tensor, rows:
     if is_edited and chosen is logits:
         chosen = logits.clone()
     return Distributions.of_logits(chosen, best[places], highest[places])
+
+
+def _draw_tokens(
+    sample_tokens: SampleTokens,
+    logits: Tensor,
+    chosen: BoolArray,
+    sampling: SamplingBatch,
+    positions: SampledPositions,
+    seeds: UInt64Array,
+) -> Tensor:
+    """Draws at the `chosen` ones of n positions, whose logits these are. Returns [n], int64, at other positions the best tokens."""
+    rows = positions.rows
+    # The op takes whole tensors: a position that does not draw is greedy, which costs less than a copy of the others' logits.
+    temperature = np.where(chosen, sampling.temperature[rows], np.float32(0))
+    arguments = (
+        *(temperature, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows]),
+        *(seeds[rows].view(np.int64), positions.positions.astype(np.int64)),
+    )
+    tokens, _ = sample_tokens(logits, *to_device_together(arguments, logits.device))
+    return tokens
 
 
 def _draw(

@@ -176,7 +176,7 @@ class Sampler:
         for start in range(0, max(len(positions), 1), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
             logits = self._model.compute_logits(scores.states[part]) if start else scores.first_logits
-            parts.append(choose(logits, scores.sampling, positions.part(part), seeds, plan.streams))
+            parts.append(choose(logits, scores.sampling, positions.part(part), seeds, plan.streams, self._model.sample_tokens))
             del logits  # Before the next ones are made.
         return Samples.joined(parts)
 

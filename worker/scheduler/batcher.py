@@ -37,8 +37,16 @@ class Batch:
 class Batcher:
     """The sequences of one worker and their blocks. `waiting` and `running` are both kept in order of arrival."""
 
-    def __init__(self, settings: SchedulerSettings, info: WorkerInfo) -> None:
+    def __init__(self, settings: SchedulerSettings, info: WorkerInfo, *, names_sequences: bool = False) -> None:
+        """Starts with nothing.
+
+        Args:
+            settings: limits below the worker's own.
+            info: the worker.
+            names_sequences: whether the worker keeps tokens of each running sequence, of which it has room for a number.
+        """
         self._settings = settings
+        self._names_sequences = names_sequences
         self._next_sequence_id = 1
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -48,7 +56,8 @@ class Batcher:
         """Takes the worker's limits and starts with all blocks free; nothing is running or in flight."""
         settings, limits = self._settings, info.limits
         self._block_size, self._max_model_len = info.kv_cache.block_size, info.model.max_model_len
-        self.max_sequences = min(settings.max_sequences or limits.max_sequences, limits.max_sequences)
+        most = min(limits.max_sequences, limits.max_feedback_sequences) if self._names_sequences else limits.max_sequences
+        self.max_sequences = min(settings.max_sequences or most, most)
         self.max_tokens = min(settings.max_tokens_per_step or limits.max_tokens_per_step, limits.max_tokens_per_step)
         self.prefill_chunk = min(settings.prefill_chunk or self.max_tokens, self.max_tokens)
         num_blocks = info.kv_cache.num_blocks
@@ -56,6 +65,8 @@ class Batcher:
             num_blocks = min(num_blocks, settings.max_blocks + 1)
         self.blocks = BlockPool(num_blocks, settings.block_order)
         self._prefixes: list[SharedPrefix] = []
+        # Of sequences that have left, whose last answers are to come.
+        self._lingering: set[Residence] = set()
         self.left: list[int] = []
         """Names under which sequences were known to the worker that have left."""
 
@@ -70,6 +81,7 @@ class Batcher:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         if sequence.residence is not None:
             sequence.residence.is_over = True
+            self._lingering.add(sequence.residence)
             self.vacate(sequence.residence)
             sequence.residence = None
         self._forget_unused_prefixes()
@@ -82,6 +94,7 @@ class Batcher:
     def vacate(self, residence: Residence) -> None:
         """Gives the blocks of a residence back if it is over and no step can write them any more."""
         if residence.is_over and residence.num_in_flight == 0:
+            self._lingering.discard(residence)
             self.blocks.give_back(residence.block_ids)
             residence.block_ids = []
             self.left.append(residence.sequence_id)
@@ -198,7 +211,8 @@ class Batcher:
 
     def _admit(self, chosen: dict[int, Row], batch: Batch) -> None:
         """Starts waiting sequences, in order, while the step has room and the blocks suffice for all their tokens."""
-        limit = min(self.max_sequences, self.max_tokens)
+        # The worker keeps tokens of those that linger, too.
+        limit = min(self.max_sequences - len(self._lingering) if self._names_sequences else self.max_sequences, self.max_tokens)
         while self.waiting and len(self.running) < limit:
             sequence = self.waiting[0]
             room = self.max_tokens - _num_tokens(chosen.values())

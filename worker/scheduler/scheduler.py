@@ -88,7 +88,7 @@ class Scheduler:
         self._flights: deque[_Flight] = deque()
         self._num_requests = 0
         self.info = session.info
-        self._batcher = Batcher(self._settings, session.info)
+        self._batcher = Batcher(self._settings, session.info, names_sequences=session.depth > 1)
 
     # -- facts ---------------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+from gpu_check.kernel_parts import attention_alone, drawing
 from gpu_check.machine_parts import limits, versions
 from gpu_check.plan import Plan
 from gpu_check.pytest_part import device_tests
@@ -35,6 +36,8 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "tests": Part(budget_seconds=90, run=device_tests),
         "steps-1B": Part(budget_seconds=80, run=partial(decodes_and_prefills, name="1B")),
         "steps-8B": Part(budget_seconds=100, run=partial(decodes_and_prefills, name="8B")),
+        "attention-8B": Part(budget_seconds=30, run=partial(attention_alone, name="8B")),
+        "sampling": Part(budget_seconds=20, run=drawing),
         "host-135M": Part(budget_seconds=60, run=partial(host_times, name="135M")),
         "transformers": Part(budget_seconds=60, run=partial(compiled_decode, name="1B")),
     }

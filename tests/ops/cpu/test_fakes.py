@@ -36,7 +36,7 @@ ARGUMENTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "linear_float32": lambda n: (tokens(n, HIDDEN), packed(), VOCABULARY),
     "linear_argmax": lambda n: (tokens(n, HIDDEN), packed(), VOCABULARY),
 }
-SAMPLED = sorted(CATALOG.keys() - ARGUMENTS.keys())
+SAMPLED = sorted(spec.name for spec in CATALOG.values() if spec.name not in ARGUMENTS and not spec.gpu_only)
 NAMES = [*ARGUMENTS, *SAMPLED]
 
 

@@ -26,7 +26,7 @@ from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.models.layer import Layer
 from modelworker.worker.models.registry import build_model, load_model_config
 from modelworker.worker.models.weights import LoadedWeights
-from modelworker.worker.op_plan import plan_ops
+from modelworker.worker.op_plan import missing_kernels, plan_ops
 from modelworker.worker.plan import free_bytes_of, plan_kv_cache
 from modelworker.worker.progress import LogProgress
 from modelworker.worker.settings import WorkerSettings
@@ -79,6 +79,7 @@ def build_bare_engine(
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
             kernels=kernels,
+            triton=ops.triton,
             device=device,
             identity={"config": config.digest},
         )
@@ -99,7 +100,7 @@ def build_bare_engine(
             limits=describe_limits(settings),
             execution=describe_execution(device, torch.get_num_threads(), model, decoder),
             self_check=SelfCheck(passed=True, findings=decoder.findings),
-            degradations=(*kernels.degradations, *decoder.degradations),
+            degradations=(*kernels.degradations, *missing_kernels(ops), *decoder.degradations),
             versions=describe_versions(device),
         )
         feedback = FeedbackTable.of(

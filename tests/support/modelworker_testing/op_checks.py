@@ -105,7 +105,7 @@ def checkable(argument: Any) -> Any:
     if not isinstance(argument, Tensor):
         return argument
     argument = argument if argument.numel() else argument.new_empty(argument.shape)
-    return argument.nan_to_num_(0.5) if argument.is_floating_point() else argument
+    return argument.nan_to_num_(0.5, torch.inf, -torch.inf) if argument.is_floating_point() else argument
 
 
 def _changes(before: Tensor, after: Tensor) -> Tensor:

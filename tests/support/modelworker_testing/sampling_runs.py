@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import GrammarMasks, LogitBias, SamplingBatch, TokenLists
+from modelworker.ops.sampling import SampleTokens
+from modelworker.worker.batch import GrammarMasks, IndexArray, Int32Array, LogitBias, SamplingBatch, StepBatch, TokenLists
+from modelworker.worker.kept_tokens import gap_error
 from modelworker.worker.ragged import starts_of
 from modelworker.worker.sampling.choice import Samples, choose
 from modelworker.worker.sampling.history import TokenStreams
@@ -30,8 +32,14 @@ def parameters(num_rows: int, **changes: Any) -> SamplingBatch:
     return SamplingBatch(**arrays, **{name: value for name, value in changes.items() if name not in _NEUTRAL})
 
 
-def run(logits: Tensor, sampling: SamplingBatch, positions: Any = 5, streams: TokenStreams | None = None) -> Samples:
-    """Samples once in each row of logits, which stay as they are."""
+def run(
+    logits: Tensor,
+    sampling: SamplingBatch,
+    positions: Any = 5,
+    streams: TokenStreams | None = None,
+    sample_tokens: SampleTokens | None = None,
+) -> Samples:
+    """Samples once in each row of logits, which stay as they are; where an op is given, as on a GPU."""
     num_rows = len(logits)
     places = SampledPositions(
         rows=np.arange(num_rows),
@@ -40,7 +48,7 @@ def run(logits: Tensor, sampling: SamplingBatch, positions: Any = 5, streams: To
         offsets=np.zeros(num_rows, np.intp),
     )
     with torch.inference_mode():
-        return choose(logits.clone(), sampling, places, sampling.seed, streams)
+        return choose(logits.clone(), sampling, places, sampling.seed, streams, sample_tokens)
 
 
 def run_wishes(logits: Tensor, wishes: Sequence[Wish]) -> Samples:
@@ -85,3 +93,8 @@ def token_lists(lists: Sequence[Sequence[int]]) -> TokenLists | None:
     return TokenLists(
         counts=np.array([len(ids) for ids in lists], np.int32), token_ids=np.array([i for ids in lists for i in ids], np.int32)
     )
+
+
+def nothing_kept(batch: StepBatch, gaps: IndexArray, firsts: Int32Array) -> Int32Array:
+    """What is kept of sequences where there is no token feedback: nothing."""
+    raise gap_error(batch, int(gaps[0]), int(firsts[0]), num_kept=0, position=0)

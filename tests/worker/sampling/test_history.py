@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from modelworker.worker.batch import IndexArray, Int32Array, StepBatch, TokenHistory
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.errors import PreconditionError
-from modelworker.worker.kept_tokens import gap_error
 from modelworker.worker.sampling.history import TokenStreams, complete_history
-from modelworker_testing.sampling_runs import parameters
+from modelworker_testing.sampling_runs import nothing_kept, parameters
 
 NO_ROWS = np.zeros(0, np.intp)
 
@@ -86,10 +85,6 @@ def test_a_stream_is_the_whole_sequence_however_its_tokens_are_known(sequences: 
                 assert streams.prompt_lens[index] == row.prompt
     gaps = [index for index, row in enumerate(sequences) if wanted[index] and row.sent < row.context]
     assert asked == ([gaps] if gaps else [])
-
-
-def nothing_kept(batch: StepBatch, gaps: IndexArray, firsts: Int32Array) -> Int32Array:
-    raise gap_error(batch, int(gaps[0]), int(firsts[0]), num_kept=0, position=0)
 
 
 def test_without_penalties_nothing_is_put_together_and_nothing_asked() -> None:
