@@ -35,7 +35,7 @@ class Engine:
         self.kv_cache = kv_cache
         self.runner = runner
         self.feedback = feedback
-        self.sampler = Sampler(model, feedback.recent)
+        self.sampler = Sampler(model, feedback.tokens_before)
         self._device = device
 
     def step(self, batch: StepBatch) -> StepResult:

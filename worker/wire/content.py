@@ -78,13 +78,13 @@ def read_records(content: bytes) -> Iterator[FieldRecord]:
     while start < size:
         tag, payload = content[start], start + 1
         if tag >= 0x80:
-            tag, payload = _read_varint(content, start)
+            tag, payload = read_varint(content, start)
         wire_type = tag & 7
         if wire_type == _LENGTH_DELIMITED:
-            length, payload = _read_varint(content, payload)
+            length, payload = read_varint(content, payload)
             end = payload + length
         elif wire_type == _VARINT:
-            end = _read_varint(content, payload)[1]
+            end = read_varint(content, payload)[1]
         elif wire_type == _FIXED32:
             end = payload + 4
         elif wire_type == _FIXED64:
@@ -95,8 +95,12 @@ def read_records(content: bytes) -> Iterator[FieldRecord]:
         start = end
 
 
-def _read_varint(content: bytes, at: int) -> tuple[int, int]:
-    """Returns a number and where it ends."""
+def read_varint(content: bytes, at: int) -> tuple[int, int]:
+    """Returns a number, below 2**70, and where it ends.
+
+    Raises:
+        DecodeError: it does not end.
+    """
     value = shift = 0
     while at < len(content) and shift < _MAX_VARINT_BITS:
         byte = content[at]
