@@ -25,7 +25,7 @@ class Reason(StrEnum):
     EMPTY = "empty"
     """The step has no tokens: there was nothing to run."""
     DISABLED = "disabled"
-    """The settings capture nothing."""
+    """Nothing is captured, by the settings or for want of what it takes, which the worker's degradations name."""
     NOT_DECODE = "not_decode"
     """A row has no context, or a query length which is none of decode: it prefills. FULL serves decode rows only."""
     NOT_UNIFORM = "not_uniform"

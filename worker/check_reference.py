@@ -12,7 +12,7 @@ from modelworker.graphs.shapes import GraphKey
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.step_buffers import NULL_BLOCK
-from modelworker.worker.step_runner import StepRunner, Way
+from modelworker.worker.step_runner import PLAIN_WAY, StepRunner, Way
 from modelworker.worker.twin_steps import TwinStep
 
 # Exact in every dtype, and unlike any key or value that a model computes.
@@ -65,8 +65,7 @@ class CheckReference:
                 # Whoever reads a block that no row has must not find the same as a graph that does it too.
                 cache[self._nearest] = -_CANARY
         batch = self.step.over_first(indices)
-        plain = Way(Choice(None, Reason.NONE), is_plain=True)
-        self._hidden = self._runner.decode(batch, self._runner.stage(batch, None), plain).hidden_states.clone()
+        self._hidden = self._runner.decode(batch, self._runner.stage(batch, None), PLAIN_WAY).hidden_states.clone()
         with one_thread():
             self._stored = [self._first_slots.read(cache) for cache in self._caches]
             for cache in self._caches:

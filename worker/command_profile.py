@@ -18,7 +18,8 @@ from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.flags import CommandParser, add_settings, checked_type, read_settings
 from modelworker.worker.machine_limits import LimitProbe, MachineLimits
-from modelworker.worker.profile import OpTime, StepProfile, profile_step, shown_ops
+from modelworker.worker.profile import StepProfile, profile_step
+from modelworker.worker.profile_table import OpTime, shown_ops
 from modelworker.worker.progress import LogProgress, Progress
 from modelworker.worker.settings import WorkerSettings, positive_int
 from modelworker.worker.startup import build_engine

@@ -4,7 +4,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError
 from modelworker.worker.flags import CommandParser, add_settings
 from modelworker.worker.progress import LogProgress, Progress
-from modelworker.worker.recording import facts_of
-from modelworker.worker.recording_file import FILE_PATTERN, RecordingFile
+from modelworker.worker.recording import FILE_PATTERN, RecordingFile, facts_of
 from modelworker.worker.replay import ReplayReport, replay_files
+from modelworker.worker.replay_logprobs import LogprobsComparison
 from modelworker.worker.settings import (
     CacheSettings,
     DeviceSettings,
     ExecutionSettings,
+    FeedbackSettings,
     KvCacheSettings,
     ModelSettings,
     OpsSettings,
@@ -35,7 +36,16 @@ from modelworker.worker.terminal import TerminalProgress
 _EXIT_OK = 0
 _EXIT_DIFFERS = 1
 # What decides what an engine computes; the others are about the server.
-_SECTIONS = (ModelSettings, KvCacheSettings, StepSettings, DeviceSettings, OpsSettings, ExecutionSettings, CacheSettings)
+_SECTIONS = (
+    ModelSettings,
+    KvCacheSettings,
+    StepSettings,
+    FeedbackSettings,
+    DeviceSettings,
+    OpsSettings,
+    ExecutionSettings,
+    CacheSettings,
+)
 # Facts that need not be the same, and may explain a difference.
 _COMPARED = ("device_name", "attention", "optimization_level", "graph_mode", "ops", "versions")
 
@@ -67,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
     engine = build_engine(find_model(settings, progress), progress, Counters())
     check_same_model(engine, files)
-    with progress.stage("replaying", total=sum(file.count_records() for file in files), unit="steps") as advance:
+    with progress.stage("replaying", total=sum(file.count_records() for file in files), unit="records") as advance:
         report = replay_files(engine, files, advance=advance)
     changed = [name for name, value in given.items() if with_overrides(recorded, {name: value}) != recorded]
     report.notes += _other_facts(engine, files[0], changed)
@@ -107,14 +117,20 @@ def check_same_model(engine: Engine, files: Sequence[RecordingFile]) -> None:
 def format_report(report: ReplayReport) -> str:
     """Lays a report out for people: the result comes last."""
     lines = [f"note: {note}" for note in report.notes]
-    if report.max_logprob_difference is not None:
-        lines.append(f"logprobs of equal tokens differ by at most {report.max_logprob_difference:.3g}")
+    lines += [*_format_logprobs("logprobs", report.logprobs), *_format_logprobs("prompt logprobs", report.prompt_logprobs)]
     counted = f"{report.num_steps} steps, {report.num_tokens} tokens"
     if report.first is not None:
         lines += [f"first difference: {report.first}", f"DIFFERENT: {report.num_differing_steps} of {counted}"]
     else:
         lines.append(f"equal: {counted}" if report.num_steps else "there were no steps to execute")
     return "\n".join(lines)
+
+
+def _format_logprobs(name: str, found: LogprobsComparison) -> Iterator[str]:
+    if found.max_difference is not None:
+        yield f"{name}: {found.num_compared} compared, which differ by at most {found.max_difference:.3g}"
+    if found.num_not_compared:
+        yield f"{name}: {found.num_not_compared} not compared, for they are of other tokens than the recorded ones"
 
 
 def _common_settings(files: Sequence[RecordingFile]) -> WorkerSettings:

@@ -19,7 +19,7 @@ from modelworker.worker.errors import SetupError
 from modelworker.worker.executor import ENGINE_THREAD_NAME, StepEngine
 from modelworker.worker.flags import CommandParser, add_settings, read_settings, warn_of_unknown_variables
 from modelworker.worker.progress import LogProgress, Progress
-from modelworker.worker.recording import RecordingEngine, SeededEngine, StepRecorder, prepare_folder
+from modelworker.worker.recording import RecordingEngine, RepeatableEngine, StepRecorder, prepare_folder
 from modelworker.worker.server import BuildEngine, serve
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.telemetry import configure_logging, wants_console
@@ -111,7 +111,7 @@ def _leave_engine_behind(code: int) -> None:
                 os._exit(code)
 
 
-def build_model_engine(settings: WorkerSettings, progress: Progress, counters: Counters) -> SeededEngine:
+def build_model_engine(settings: WorkerSettings, progress: Progress, counters: Counters) -> RepeatableEngine:
     """Builds the engine of a model. Runs on the engine's thread.
 
     `startup` is imported here and not above because it imports torch, which takes seconds: the worker answers probes before that,
@@ -122,7 +122,7 @@ def build_model_engine(settings: WorkerSettings, progress: Progress, counters: C
     """
     with progress.stage("importing torch"):
         startup = _load("startup", needed_by="`serve`", extra="worker")
-    engine: SeededEngine = startup.build_engine(find_model(settings, progress), progress, counters)
+    engine: RepeatableEngine = startup.build_engine(find_model(settings, progress), progress, counters)
     return engine
 
 

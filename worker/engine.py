@@ -35,7 +35,7 @@ class Engine:
         self.kv_cache = kv_cache
         self.runner = runner
         self.feedback = feedback
-        self.sampler = Sampler(model, feedback.recent)
+        self.sampler = Sampler(model, feedback.tokens_before)
         self._device = device
 
     def step(self, batch: StepBatch) -> StepResult:
@@ -99,6 +99,10 @@ class Engine:
     def seed_open_rows(self, number: int) -> None:
         """Makes the seeds of rows without one, of the steps that follow, a function of a number (of 64 bits)."""
         self.sampler.seed_open_rows(number)
+
+    def set_time(self, time_ns: int) -> None:
+        """Makes a moment of a monotonic clock the present of what follows: it decides which sampled tokens are idle."""
+        self.feedback.set_time(time_ns / 1e9)
 
     def _withhold(self, step: ResolvedStep, inputs: StepInputs) -> None:
         """Keeps rows whose token is a placeholder from writing keys and values.

@@ -22,24 +22,13 @@ from modelworker.worker.batch import FEEDBACK_TOKEN, IndexArray, Int32Array, Ste
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import StepLimits
 from modelworker.worker.errors import OverloadedError, PreconditionError, PreconditionReason
+from modelworker.worker.kept_tokens import KeptTokens, gap_error
+from modelworker.worker.ragged import ranges
 from modelworker.worker.sequence_index import UNKNOWN, SequenceIndex
 
 # What a token is whose sampling failed. No key or value is made of it: the row writes nothing.
 _PLACEHOLDER_TOKEN = 0
 _MAX_RETRY_AFTER_MS = 1000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KeptTokens:
-    """The last tokens that were sampled for a sequence.
-
-    Attributes:
-        token_ids: [count], at consecutive positions, at least one.
-        position: of the last one.
-    """
-
-    token_ids: Int32Array
-    position: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,12 +40,14 @@ class ResolvedStep:
         entries: [num_sequences] or empty, place of each row's sequence in the table, -1 where it has none.
         failed_sources: rows whose token was never sampled, because the row that should have sampled it failed. Their first token is
             a placeholder: nothing of these rows may get into the KV cache.
+        num_fed_back: how many rows had a token in the place of -1.
         seconds: when it was resolved.
     """
 
     batch: StepBatch
     entries: IndexArray = field(default_factory=lambda: np.zeros(0, np.intp))
     failed_sources: IndexArray = field(default_factory=lambda: np.zeros(0, np.intp))
+    num_fed_back: int = 0
     seconds: float = 0.0
 
 
@@ -142,13 +133,14 @@ class FeedbackTable:
         token_ids = batch.token_ids.copy()
         token_ids[firsts[rows]] = self._last_tokens[sources]
         failed = self._failed[sources]
-        self._counters.increment("feedback_tokens_total", len(rows))
         batch = dataclasses.replace(batch, token_ids=token_ids)
-        return ResolvedStep(batch=batch, entries=entries, failed_sources=rows[failed], seconds=seconds)
+        return ResolvedStep(batch=batch, entries=entries, failed_sources=rows[failed], num_fed_back=len(rows), seconds=seconds)
 
     def record(self, step: ResolvedStep, result: StepResult) -> None:
         """Hot path: drops the step's finished sequences, and keeps the tokens that it sampled and which of its rows failed."""
         batch = step.batch
+        if step.num_fed_back:
+            self._counters.increment("feedback_tokens_total", step.num_fed_back)
         if len(self._finished):
             self._index.remove(self._finished)
             self._finished = np.zeros(0, np.uint64)
@@ -161,14 +153,31 @@ class FeedbackTable:
         self._keep(batch, rows, entries[rows], result.sampled_counts[rows], result.sampled_ids)
         self._used[entries[entries != UNKNOWN]] = step.seconds
 
-    def recent(self, sequence_id: int) -> KeptTokens | None:
-        """Returns the last tokens of a sequence, as the step between `resolve` and `record` sees it; None: none are known."""
-        entry = int(self._entries_of(np.array([sequence_id], np.uint64))[0])
-        if entry == UNKNOWN or self._failed[entry]:
-            return None
-        position, count = int(self._positions[entry]), int(self._num_tokens[entry])
-        columns = np.arange(position - count + 1, position + 1) % self._max_tokens
-        return KeptTokens(token_ids=self._tokens[entry, columns], position=position)
+    def recent(self, sequence_ids: UInt64Array) -> KeptTokens:
+        """Returns the last tokens of sequences, as the step between `resolve` and `record` sees them."""
+        return self._kept_of(self._entries_of(sequence_ids))
+
+    def tokens_before(self, batch: StepBatch, rows: IndexArray, firsts: Int32Array) -> Int32Array:
+        """Hot path: returns the tokens of some rows from given positions up to their contexts, one row after the other.
+
+        Args:
+            batch: a step between `resolve` and `record`.
+            rows: [n], of it.
+            firsts: [n], positions, each below the row's context_len.
+
+        Raises:
+            PreconditionError: FEEDBACK_MISMATCH, of a row not all of them are kept.
+        """
+        ends = batch.context_lens[rows]
+        has_ids = len(batch.sequence_ids) > 0
+        kept = self._kept_of(self._entries_of(batch.sequence_ids[rows]) if has_ids else np.full(len(rows), UNKNOWN, np.intp))
+        gap = kept.first_gap(firsts, ends)
+        if gap is not None:
+            self._counters.increment("feedback_refusals_total", reason="mismatch")
+            raise gap_error(
+                batch, int(rows[gap]), int(firsts[gap]), num_kept=int(kept.counts[gap]), position=int(kept.positions[gap])
+            )
+        return kept.at(*ranges(firsts, ends - firsts))
 
     def release(self, sequence_ids: UInt64Array) -> int:
         """Drops entries. Returns how many there were."""
@@ -178,7 +187,12 @@ class FeedbackTable:
     def clear(self) -> None:
         """Drops all entries."""
         self._index.clear()
+        self._next_expiry = -math.inf
         self._finished = np.zeros(0, np.uint64)
+
+    def set_time(self, seconds: float) -> None:
+        """Makes a moment the present from now on, in the place of the clock: what is idle is then the same whenever it is asked."""
+        self._clock = lambda: seconds
 
     # -- look-ups --
 
@@ -188,6 +202,15 @@ class FeedbackTable:
         if len(self._finished):
             entries[np.isin(sequence_ids, self._finished)] = UNKNOWN
         return entries
+
+    def _kept_of(self, entries: IndexArray) -> KeptTokens:
+        is_known = (entries != UNKNOWN) & ~self._failed[entries]
+        return KeptTokens(
+            counts=np.where(is_known, self._num_tokens[entries], 0),
+            positions=self._positions[entries],
+            entries=entries,
+            table=self._tokens,
+        )
 
     def _check_room(self, batch: StepBatch, entries: IndexArray, seconds: float) -> None:
         num_new = np.count_nonzero(batch.sample & (entries == UNKNOWN)) if len(entries) else 0

@@ -11,6 +11,7 @@ from modelworker.worker.errors import SettingsError
 from modelworker.worker.kv_cache import KvCacheGeometry, choose_num_blocks
 from modelworker.worker.machine import Machine
 from modelworker.worker.models.config import ModelConfig
+from modelworker.worker.sampling import ROWS_AT_ONCE
 from modelworker.worker.settings import MAX_TABLE_SIZE, DeviceSettings, ModelSettings, StepSettings, WorkerSettings
 from modelworker.worker.terminal import format_bytes
 
@@ -21,12 +22,13 @@ _PRODUCT_ROUNDS = 5
 _PRODUCT_SECONDS = 0.5
 
 # What the plain ops hold at once, for `step_bytes`. Attention scores 256 queries against 2048 tokens at a time, or decodes against
-# 16384 tokens of all their contexts, and keeps the scores three times; sampling with every filter on keeps 60 bytes a logit.
+# 16384 tokens of all their contexts, and keeps the scores three times; sampling with every filter on keeps 80 bytes a logit, those
+# of the first rows included: 81 were measured where filters reach far in every row.
 _QUERIES_AT_ONCE = 256
 _TOKENS_AT_ONCE = 2048
 _DECODED_TOKENS_AT_ONCE = 16384
 _BYTES_PER_SCORE = 12
-_BYTES_PER_LOGIT = 60
+_BYTES_PER_LOGIT = 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,14 +205,15 @@ def plan_kv_cache(
 def step_bytes(settings: StepSettings, config: ModelConfig, *, dtype: torch.dtype, max_model_len: int) -> int:
     """Estimates, rather too high than too low, what the largest step takes beside weights and KV cache.
 
-    The largest is one of `max_tokens_per_step` new tokens, a sequence of `max_model_len`, and `max_sequences` sampled rows.
+    The largest is one of `max_tokens_per_step` new tokens, a sequence of `max_model_len`, and `max_sequences` rows. As drafts, or
+    where logprobs of prompts are asked for, all tokens may be positions with logits.
     """
     tokens, rows = settings.max_tokens_per_step, min(settings.max_sequences, settings.max_tokens_per_step)
     cached = 2 * config.num_kv_heads * config.head_dim * (2 * dtype.itemsize + 4)
     scores = min(tokens, _QUERIES_AT_ONCE) * config.num_heads * _BYTES_PER_SCORE
     prefill = min(max_model_len, _TOKENS_AT_ONCE) * (cached + scores)
     decode = min(_DECODED_TOKENS_AT_ONCE, rows * max_model_len) * (cached + config.num_heads * _BYTES_PER_SCORE)
-    sampling = _stream_bytes(tokens, config, dtype) + rows * config.vocab_size * _BYTES_PER_LOGIT
+    sampling = _stream_bytes(tokens, config, dtype) + min(tokens, ROWS_AT_ONCE) * config.vocab_size * _BYTES_PER_LOGIT
     return max(activation_bytes(tokens, config, dtype=dtype, attention_bytes=max(prefill, decode)), sampling)
 
 

@@ -8,38 +8,36 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from modelworker.graphs.dispatch import Choice, Reason
-from modelworker.worker.batch import IndexArray, StepBatch, StepResult
+from modelworker.worker.batch import IndexArray, SamplingBatch, StepBatch, StepResult
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError, WorkerError
-from modelworker.worker.recording import RecordedStep, ReleasedSequences, read_steps
-from modelworker.worker.recording_file import RecordingFile
-from modelworker.worker.step_runner import Way
+from modelworker.worker.recording import ExecutedStep, RecordingFile, ReleasedSequences, read_steps
+from modelworker.worker.replay_logprobs import LogprobsComparison
+from modelworker.worker.step_runner import PLAIN_WAY
 from modelworker.worker.wire import encode_result, parse_step
-
-_PLAIN = Way(Choice(None, Reason.NONE), is_plain=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A token, or a row, that came out otherwise.
+    """A token, a row or the tainted blocks of a step that came out otherwise.
 
     Attributes:
         file: name of the recording.
         step: of the recording, from 1.
         step_id: of the step; 0: unsequenced.
-        row: of the step.
+        row: of the step; None: its tainted blocks differ.
         position: of the token in its sequence; None: the rows differ in something else.
         recorded: what was recorded: a token id, or in words.
         replayed: likewise, what came now.
-        margin: by how much the logit of the replayed token is above that of the recorded one, computed by plain modules; None: not
-            known. A small one is a near tie, which another order of summation decides otherwise.
+        margin: of a plainly greedy row (no bias, penalty or mask), by how much the logit of the replayed token is above that of the
+            recorded one, computed by plain modules; None: not known, or not what decided. A small one is a near tie, which another
+            order of summation decides otherwise.
     """
 
     file: str
     step: int
     step_id: int
-    row: int
+    row: int | None
     position: int | None
     recorded: int | str
     replayed: int | str
@@ -47,10 +45,11 @@ class Difference:
 
     def __str__(self) -> str:
         step = f"step {self.step}" + (f" (step_id {self.step_id})" if self.step_id else " (unsequenced)")
-        where = "" if self.position is None else f", position {self.position}"
+        row = "" if self.row is None else f", row {self.row}"
+        where = row if self.position is None else f"{row}, position {self.position}"
         kind = "token " if self.position is not None else ""
         margin = "" if self.margin is None else f"; its logit is {self.margin:.4g} higher (plain modules)"
-        return f"{self.file}: {step}, row {self.row}{where}: recorded {kind}{self.recorded}, replayed {kind}{self.replayed}{margin}"
+        return f"{self.file}: {step}{where}: recorded {kind}{self.recorded}, replayed {kind}{self.replayed}{margin}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +62,8 @@ class ReplayReport:
         num_tokens: compared.
         num_differing_steps: steps in which anything differs.
         first: the first difference.
-        max_logprob_difference: the largest one between logprobs of equal tokens; None: there were none.
+        logprobs: of sampled tokens.
+        prompt_logprobs: of tokens that the router sent.
         notes: what a reader of the result should know.
     """
 
@@ -72,19 +72,23 @@ class ReplayReport:
     num_tokens: int = 0
     num_differing_steps: int = 0
     first: Difference | None = None
-    max_logprob_difference: float | None = None
+    logprobs: LogprobsComparison = field(default_factory=LogprobsComparison)
+    prompt_logprobs: LogprobsComparison = field(default_factory=LogprobsComparison)
     notes: list[str] = field(default_factory=list)
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything came out as recorded."""
+        """Whether all tokens, errors of rows and tainted blocks came out as recorded. Logprobs don't count: they are reported."""
         return self.first is None
 
 
 class _Place(NamedTuple):
-    """The first place in a step where two answers differ. `token` counts the tokens of the row; None: something else differs."""
+    """The first place in a step where two answers differ.
 
-    row: int
+    `token` counts the tokens of the row; None: something else of it differs. `row` is None where the tainted blocks do.
+    """
+
+    row: int | None
     token: int | None
     recorded: int | str
     replayed: int | str
@@ -98,7 +102,7 @@ def replay_files(
     Args:
         engine: of the same weights.
         files: recordings.
-        advance: called with 1 after each step.
+        advance: called with 1 after each record.
 
     Raises:
         SetupError: a recording is damaged, or a step is not one that this engine accepts.
@@ -116,34 +120,37 @@ def _replay_file(engine: Engine, file: RecordingFile, report: ReplayReport, adva
     for step in read_steps(file):
         if isinstance(step, str):
             report.notes.append(f"{file.path.name}: the recording ended after step {step_number}, before its epoch: {step}")
-            continue
-        if isinstance(step, ReleasedSequences):
+        elif isinstance(step, ReleasedSequences):
+            engine.set_time(step.time_ns)
             engine.release_sequences(step.sequence_ids)
-            continue
-        step_number += 1
-        where = f"{file.path.name}: step {step_number}"
-        batch, result = _execute(engine, step, where)
-        report.num_steps += 1
-        if step.answer is None:
-            report.notes.append(
-                f"{where} failed after launch when it was recorded" + ("" if result is None else ", and did not now")
-            )
-        elif result is None:
-            raise SetupError(f"{where} fails now, and did not when it was recorded")
         else:
-            _compare(engine, batch, step, encode_result(batch, result, batch.worker_epoch), file.path.name, step_number, report)
+            step_number += 1
+            _replay_step(engine, step, file.path.name, step_number, report)
         advance(1)
     if file.is_cut_off:
         report.notes.append(f"{file.path.name}: the last record is cut off: the worker was killed while it was written")
 
 
-def _execute(engine: Engine, step: RecordedStep, where: str) -> tuple[StepBatch, StepResult | None]:
+def _replay_step(engine: Engine, step: ExecutedStep, file: str, number: int, report: ReplayReport) -> None:
+    where = f"{file}: step {number}"
+    batch, result = _execute(engine, step, where)
+    report.num_steps += 1
+    if step.answer is None:
+        report.notes.append(f"{where} failed after launch when it was recorded" + ("" if result is None else ", and did not now"))
+    elif result is None:
+        raise SetupError(f"{where} fails now, and did not when it was recorded")
+    else:
+        _compare(engine, batch, step, encode_result(batch, result, batch.worker_epoch), file, number, report)
+
+
+def _execute(engine: Engine, step: ExecutedStep, where: str) -> tuple[StepBatch, StepResult | None]:
     """Executes a step as it was executed; where it failed then and fails now, there is no result."""
     try:
         batch = parse_step(step.request, engine.description, arrival_ns=time.monotonic_ns(), deadline_ns=None)
     except WorkerError as error:
         raise SetupError(f"{where} is refused by this engine: {error}") from error
     engine.seed_open_rows(step.seed)
+    engine.set_time(step.time_ns)
     try:
         return batch, engine.step(batch)
     except Exception as error:
@@ -153,24 +160,26 @@ def _execute(engine: Engine, step: RecordedStep, where: str) -> tuple[StepBatch,
 
 
 def _compare(
-    engine: Engine, batch: StepBatch, step: RecordedStep, replayed: Any, file: str, number: int, report: ReplayReport
+    engine: Engine, batch: StepBatch, step: ExecutedStep, replayed: Any, file: str, number: int, report: ReplayReport
 ) -> None:
     recorded: Any = step.answer
     report.num_tokens += len(recorded.sampled_ids)
+    report.logprobs.add_sampled(recorded, replayed)
+    report.prompt_logprobs.add_prompt(recorded, replayed)
     place = _first_place(recorded, replayed)
     if place is None:
-        _note_logprobs(recorded, replayed, report)
         return
     report.num_differing_steps += 1
     if report.first is not None:
         return
     position = hidden_row = margin = None
-    if place.token is not None:
+    if place.row is not None and place.token is not None:
         draft_lens = step.request.draft_lens
         draft_len = draft_lens[place.row] if draft_lens else 0
         position = int(batch.seq_lens[place.row]) - draft_len + place.token
         hidden_row = int(batch.query_starts[place.row + 1]) - 1 - draft_len + place.token
-        margin = _margin(engine, batch, step, hidden_row, place)
+        if _is_plainly_greedy(batch.sampling, place.row):
+            margin = _margin(engine, batch, step, hidden_row, place)
     report.first = Difference(
         file=file,
         step=number,
@@ -184,7 +193,7 @@ def _compare(
 
 
 def _first_place(recorded: Any, replayed: Any) -> _Place | None:
-    """Returns the first difference of two answers, by rows: tokens, then errors."""
+    """Returns the first difference of two answers, by rows: tokens, then errors; after all rows, tainted blocks."""
     pairs = zip(_rows_of(recorded), _rows_of(replayed), strict=True)
     for row, (old, new) in enumerate(pairs):
         if old.tokens != new.tokens:
@@ -194,7 +203,12 @@ def _first_place(recorded: Any, replayed: Any) -> _Place | None:
             return _Place(row, token, _token_at(old.tokens, token), _token_at(new.tokens, token))
         if old.error != new.error:
             return _Place(row, None, old.error or "no error", new.error or "no error")
-    return None
+    old_blocks, new_blocks = _tainted_blocks(recorded), _tainted_blocks(replayed)
+    return None if old_blocks == new_blocks else _Place(None, None, old_blocks, new_blocks)
+
+
+def _tainted_blocks(answer: Any) -> str:
+    return f"tainted blocks {list(answer.tainted_block_ids)}" if answer.tainted_block_ids else "no tainted blocks"
 
 
 class _Row(NamedTuple):
@@ -214,15 +228,17 @@ def _token_at(tokens: Sequence[int], index: int) -> int | str:
     return tokens[index] if index < len(tokens) else "none"
 
 
-def _note_logprobs(recorded: Any, replayed: Any, report: ReplayReport) -> None:
-    old, new = recorded.logprobs, replayed.logprobs
-    if len(old.values) == 0 or list(old.token_ids) != list(new.token_ids):
-        return
-    difference = float(np.abs(np.array(old.values) - np.array(new.values)).max())
-    report.max_logprob_difference = max(difference, report.max_logprob_difference or 0.0)
+def _is_plainly_greedy(sampling: SamplingBatch | None, row: int) -> bool:
+    """Whether the largest logit is the row's token: nothing is drawn, and no logit changed."""
+    if sampling is None:
+        return True
+    lists = (sampling.allowed, sampling.banned, None if sampling.bias is None else sampling.bias.tokens)
+    has_list = any(each is not None and each.counts[row] > 0 for each in lists)
+    is_masked = sampling.grammar is not None and row in sampling.grammar.rows
+    return bool(sampling.temperature[row] == 0 and not sampling.has_penalties[row] and not has_list and not is_masked)
 
 
-def _margin(engine: Engine, batch: StepBatch, step: RecordedStep, hidden_row: int, place: _Place) -> float | None:
+def _margin(engine: Engine, batch: StepBatch, step: ExecutedStep, hidden_row: int, place: _Place) -> float | None:
     """Returns by how much the logit of the replayed token is above that of the recorded one, by plain modules.
 
     The step is executed once more for it, and the KV cache left as it was. Not known where that can't be: tokens from feedback, or
@@ -235,7 +251,7 @@ def _margin(engine: Engine, batch: StepBatch, step: RecordedStep, hidden_row: in
     blocks = np.unique(batch.slots(engine.description.kv_cache.block_size) // engine.description.kv_cache.block_size)
     with torch.inference_mode():
         kept = _copy_blocks(engine, blocks)
-        hidden, _ = engine.runner.decode(batch, engine.runner.stage(batch, None), _PLAIN)
+        hidden, _ = engine.runner.decode(batch, engine.runner.stage(batch, None), PLAIN_WAY)
         logits = engine.model.compute_logits(hidden[hidden_row : hidden_row + 1])[0]
         for cache, blocks_before in kept:
             cache[torch.from_numpy(blocks).to(cache.device)] = blocks_before

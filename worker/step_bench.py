@@ -15,7 +15,7 @@ from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.engine import Engine
 from modelworker.worker.machine_limits import LimitProbe, MachineLimits
-from modelworker.worker.step_runner import Way
+from modelworker.worker.step_runner import PLAIN_WAY, Way
 from modelworker.worker.terminal import format_table
 
 _WARM_UP_STEPS = 2
@@ -134,12 +134,11 @@ def _rounded(value: object) -> object:
 
 def ways_to_run(engine: Engine, batch: StepBatch) -> Iterator[tuple[str, Way]]:
     """Yields the ways that there are to run a step, by name."""
-    none = Choice(None, Reason.NONE)
-    yield "eager", Way(none, is_plain=True)
+    yield "eager", PLAIN_WAY
     runner = engine.runner
     # What was taken out of service would run plain modules under another name.
     if RuntimeMode.NONE in runner.compiled_modes:
-        yield "compiled", Way(none)
+        yield "compiled", Way(Choice(None, Reason.NONE))
     for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
         choice = runner.choose_mode(batch, mode)
         if choice is not None:

@@ -31,6 +31,10 @@ class Way(NamedTuple):
     is_plain: bool = False
 
 
+# By plain modules, without a graph.
+PLAIN_WAY = Way(Choice(None, Reason.NONE), is_plain=True)
+
+
 class DecodedStep(NamedTuple):
     """What the decoder made of a step.
 

@@ -22,7 +22,7 @@ from modelworker.worker.call import RequestRoom
 from modelworker.worker.call_log import CallLog, StepSize
 from modelworker.worker.statuses import code_of, status_of
 from modelworker.worker.ticket import Answer, Ticket
-from modelworker.worker.wire import encode_result, encode_stream_answer
+from modelworker.worker.wire import StepIdentity, encode_result, encode_stream_answer, read_step_numbers
 
 EXECUTE_STEPS = "ExecuteSteps"
 
@@ -43,7 +43,7 @@ class _Item:
     Attributes:
         context: of its log lines.
         arrival_ns: `time.monotonic_ns()` when it was read.
-        step_id: as in the request; 0 where that can't be parsed.
+        step_id: as in the request; 0 where that can't be read.
         client_tag: likewise.
         size: for its log line.
         outcome: where to wait for the answer, or the status in its place.
@@ -116,7 +116,8 @@ class StepStream:
     def _begin(self, context: contextvars.Context, raw: bytes) -> _Item:
         """Hot path: admits a step at once, or finds out why not. Runs in the step's own log context."""
         arrival_ns = time.monotonic_ns()
-        request, size = pb.ExecuteStepRequest(), StepSize()
+        request: pb.ExecuteStepRequest | None = None
+        size = StepSize()
         outcome: Ticket[Answer] | status_pb2.Status
         try:
             self._room.take(len(raw))
@@ -131,11 +132,12 @@ class StepStream:
             outcome.when_settled(partial(self._room.give_back, len(raw)))
         except Exception as error:
             outcome = self._refuse(error)
+        identity: StepIdentity = read_step_numbers(raw) if request is None else request
         return _Item(
             context=context,
             arrival_ns=arrival_ns,
-            step_id=request.step_id,
-            client_tag=request.client_tag,
+            step_id=identity.step_id,
+            client_tag=identity.client_tag,
             size=size,
             outcome=outcome,
         )

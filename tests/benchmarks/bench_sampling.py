@@ -20,12 +20,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from modelworker.worker.batch import GrammarMasks, LogitBias, SamplingBatch, StepBatch, TokenHistory, TokenLists
+from modelworker.worker.batch import (
+    GrammarMasks,
+    IndexArray,
+    Int32Array,
+    LogitBias,
+    SamplingBatch,
+    StepBatch,
+    TokenHistory,
+    TokenLists,
+)
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.counters import Counters
 from modelworker.worker.progress import LogProgress
 from modelworker.worker.sampling.choice import choose, greedy_samples
-from modelworker.worker.sampling.history import complete_history, nothing_kept
+from modelworker.worker.sampling.history import complete_history
 from modelworker.worker.sampling.positions import sampled_positions
 from modelworker.worker.settings import DeviceSettings, ExecutionSettings, KvCacheSettings, ModelSettings, WorkerSettings
 from modelworker.worker.startup import build_engine
@@ -101,10 +110,15 @@ def decodes(batch_size: int, context_len: int, sampling: SamplingBatch | None) -
     return replace(make_check_batch(rows), sampling=sampling)
 
 
+def whole_histories(_batch: StepBatch, rows: IndexArray, _firsts: Int32Array) -> Int32Array:
+    """Stands where kept tokens would be asked for: the cases send whole histories."""
+    raise ValueError(f"{len(rows)} rows have gaps")
+
+
 def run_case(batch: StepBatch, logits: torch.Tensor) -> None:
     """Does what a step does beside the model."""
     assert batch.sampling is not None
-    streams = complete_history(batch, nothing_kept)
+    streams = complete_history(batch, whole_histories, np.zeros(0, np.intp))
     choose(logits, batch.sampling, sampled_positions(batch), batch.sampling.seed, streams)
 
 

@@ -15,7 +15,7 @@ FOLDERS = ("compiler", "graphs", "ops", "proto", "worker")
 
 # The modules that speak gRPC or handle its messages.
 EDGE = re.compile(
-    r"modelworker\.worker\.(server|servicer|step_stream|wire(\.\w+)?|interceptor|statuses|call_log|health|reflection|client(\.\w+)?|payload|recording|cli|command_\w+)"
+    r"modelworker\.worker\.(server|servicer|step_stream|wire(\.\w+)?|interceptor|statuses|call_log|health|reflection|client(\.\w+)?|payload|recording(\.\w+)?|cli|command_\w+)"
 )
 STRUCTLOG = {f"modelworker.worker.{name}" for name in ("cli", "server", "call_log", "telemetry")}
 # `serve` answers liveness before torch is loaded: it loads start-up by name, on the engine thread.

@@ -18,7 +18,7 @@ from modelworker.worker.batch import GraphMode, SamplingBatch, StepBatch, StepRe
 from modelworker.worker.check_batch import CheckRow, CheckSampling, make_check_batch
 from modelworker.worker.engine import Engine
 from modelworker.worker.settings import ExecutionSettings
-from modelworker.worker.step_runner import Way
+from modelworker.worker.step_runner import PLAIN_WAY, Way
 from modelworker_testing.batches import make_batch, with_drafts
 from modelworker_testing.checkpoints import save_tiny
 from modelworker_testing.engines import engine_of, tiny_settings_with
@@ -164,7 +164,7 @@ def test_a_fresh_prompt_as_long_as_a_decode_never_runs_in_a_full_graph(
     result = engine.step(with_drafts(make_batch(rows)))
     assert (result.graph.mode, result.graph.fallback_reason) == (GraphMode.PIECEWISE, "not_decode")
     engine.reset_kv_cache()
-    eager = engine.step_as(with_drafts(make_batch(rows)), Way(Choice(None, Reason.NONE), is_plain=True))
+    eager = engine.step_as(with_drafts(make_batch(rows)), PLAIN_WAY)
     assert result.sampled_ids.tolist() == eager.sampled_ids.tolist()
 
 

@@ -27,6 +27,7 @@ FUNCTIONS = {
     "get_device_name": "device=None",
     "get_device_properties": "device=None",
     "get_sync_debug_mode": "",
+    "graph": "cuda_graph, pool=None, stream=None, capture_error_mode='global'",
     "graph_pool_handle": "",
     "is_available": "",
     "mem_get_info": "device=None",

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.worker.batch import GraphMode
+from modelworker.worker.step_runner import PLAIN_WAY
 from modelworker_testing.batches import with_drafts
 from modelworker_testing.mode_world import (
     COMPILED,
     DECODE_QUERY_LENS,
     LENGTH,
     NUM_SEQUENCES,
-    PLAIN,
     ModeWorld,
     Row,
     mode_settings,
@@ -173,7 +173,7 @@ def test_hidden_states_of_every_token_are_those_of_transformers_and_of_padding_f
 def test_a_request_gives_bit_for_bit_the_same_alone_and_in_batches_padded_or_not_in_every_mode(llama: ModeWorld) -> None:
     """Compiled pieces, which fuse ops, may round in another order: their fp32 hidden states agree within 1e-5."""
     request = Row(6, 13, 1)
-    alone = llama.run_decoder([request], PLAIN)[0]
+    alone = llama.run_decoder([request], PLAIN_WAY)[0]
     others = [Row(sequence, 1 + sequence, 1) for sequence in range(NUM_SEQUENCES) if sequence != request.sequence]
     for size in (1, 2, 5, 8):
         for place in sorted({0, size // 2, size - 1}):

@@ -91,8 +91,10 @@ class World:
         return caught.value
 
     def tokens(self, sequence_id: int) -> tuple[list[int], int] | None:
-        kept = self.table.recent(sequence_id)
-        return None if kept is None else (kept.token_ids.tolist(), kept.position)
+        kept = self.table.recent(np.array([sequence_id], np.uint64))
+        count, last = int(kept.counts[0]), int(kept.positions[0])
+        positions = np.arange(last - count + 1, last + 1)
+        return (kept.at(np.zeros(count, np.intp), positions).tolist(), last) if count else None
 
     def count(self, key: str) -> int:
         return self.counters.snapshot().get(key, 0)
@@ -179,6 +181,61 @@ def test_another_position_refuses_the_step_and_says_what_is_kept(context_len: in
     assert error.metadata == {"row": "1", "sequence_id": "7", "position": "5"}
     assert world.tokens(8) == ([60], 5)
     assert world.count('feedback_refusals_total{reason="mismatch"}') == 1
+
+
+def kept_worlds_step() -> tuple[World, StepBatch]:
+    """A world that keeps 50, 51, 52 of sequence 7 (positions 5 .. 7) and 60 of 8 (position 5), and a step that follows."""
+    world = World()
+    world.run(prompt(7, sampled=50), prompt(8, sampled=60))
+    world.run(feedback(7, 5, 51))
+    world.run(feedback(7, 6, 52))
+    batch, _ = step_of([feedback(8, 5, 1), feedback(7, 7, 1)])
+    return world, world.table.resolve(batch).batch
+
+
+def test_kept_tokens_of_many_rows_come_one_row_after_the_other() -> None:
+    world, batch = kept_worlds_step()
+    assert world.table.tokens_before(batch, np.array([1]), np.array([5], np.int32)).tolist() == [50, 51]
+    batch = dataclasses.replace(batch, context_lens=batch.context_lens + 1)
+    assert world.table.tokens_before(batch, np.array([0, 1]), np.array([5, 6], np.int32)).tolist() == [60, 51, 52]
+
+
+@pytest.mark.parametrize(
+    ("firsts", "contexts", "message"),
+    [
+        ([5, 4], [6, 7], "row 1: the history covers 4 positions and the context 7, .* those of the positions 5 .. 7"),
+        ([5, 5], [6, 9], "row 1: the history covers 5 positions and the context 9, .* those of the positions 5 .. 7"),
+        ([4, 4], [6, 9], "row 0: the history covers 4 positions and the context 6, .* those of the positions 5 .. 5"),
+    ],
+)
+def test_a_gap_before_the_kept_tokens_refuses_the_step_names_the_row_and_counts(
+    firsts: list[int], contexts: list[int], message: str
+) -> None:
+    world, batch = kept_worlds_step()
+    batch = dataclasses.replace(batch, context_lens=np.array(contexts, np.int32))
+    with pytest.raises(PreconditionError, match=message) as caught:
+        world.table.tokens_before(batch, np.array([0, 1]), np.array(firsts, np.int32))
+    assert caught.value.reason is PreconditionReason.FEEDBACK_MISMATCH
+    assert world.count('feedback_refusals_total{reason="mismatch"}') == 1
+
+
+@pytest.mark.parametrize("ids", [[], [8, 99]])
+def test_a_row_of_whose_sequence_nothing_is_known_has_a_gap(ids: list[int]) -> None:
+    world, batch = kept_worlds_step()
+    batch = dataclasses.replace(batch, sequence_ids=np.array(ids, np.uint64))
+    with pytest.raises(PreconditionError, match=r"row 1: the history covers 5 positions and the context 7, .* has no tokens"):
+        world.table.tokens_before(batch, np.array([1]), np.array([5], np.int32))
+
+
+def test_tokens_are_counted_as_fed_back_when_their_step_is_executed() -> None:
+    world = World()
+    world.run(prompt(7, sampled=50))
+    batch, result = step_of([feedback(7, 5, 51)])
+    world.table.resolve(batch)  # And then refused, by what is looked at before it is executed.
+    step = world.table.resolve(batch)
+    assert world.count("feedback_tokens_total") == 0
+    world.table.record(step, result)
+    assert world.count("feedback_tokens_total") == 1
 
 
 def test_a_sequence_of_which_nothing_is_kept_refuses_the_step() -> None:

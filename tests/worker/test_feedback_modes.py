@@ -10,8 +10,8 @@ from torch import Tensor
 
 from modelworker.worker.batch import FEEDBACK_TOKEN, BoolArray, Int32Array, SequenceErrorCode, StepBatch, StepResult
 from modelworker.worker.errors import PreconditionError
-from modelworker.worker.step_runner import Way
-from modelworker_testing.mode_world import BLOCK_SIZE, PLAIN, ModeWorld, Row, mode_settings, mode_world
+from modelworker.worker.step_runner import PLAIN_WAY, Way
+from modelworker_testing.mode_world import BLOCK_SIZE, ModeWorld, Row, mode_settings, mode_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
@@ -48,7 +48,7 @@ def run_step_before(world: ModeWorld, rows: Sequence[Row], *, fails: bool) -> In
             cache[int(world.tables[rows[FAILED].sequence, 0]), :, 0] = torch.nan
     before = [Row(row.sequence, row.context_len - 1, 1) for row in rows if row.context_len]
     batch = world.batch(before)
-    result = world.engine.step_as(sequenced(batch, before, batch.token_ids), PLAIN)
+    result = world.engine.step_as(sequenced(batch, before, batch.token_ids), PLAIN_WAY)
     assert len(result.sequence_errors) == int(fails)
     expected = [world.greedy[row.sequence, row.context_len].item() for row in before]
     assert result.sampled_ids.tolist() == [token for index, token in enumerate(expected) if not (fails and index == FAILED)]
@@ -137,7 +137,7 @@ def test_a_row_that_reads_what_a_row_without_a_token_should_have_written_fails_t
         block_ids=np.array([*table[:2], *table[:3]], np.int32),
     )
     assert row.context_len + 1 == 2 * BLOCK_SIZE
-    result = world.engine.step_as(batch, PLAIN)
+    result = world.engine.step_as(batch, PLAIN_WAY)
     assert [failure.code for failure in result.sequence_errors] == [
         SequenceErrorCode.FEEDBACK_SOURCE_FAILED,
         SequenceErrorCode.NON_FINITE_LOGITS,
@@ -157,9 +157,9 @@ def test_a_refused_step_changes_neither_cache_nor_table(world: ModeWorld) -> Non
         copy_destination_ids=np.array([3], np.int32),
     )
     with pytest.raises(PreconditionError, match=r"row 0 \(2 rows in all\): .* no token is kept for it"):
-        world.engine.step_as(wrong, PLAIN)
+        world.engine.step_as(wrong, PLAIN_WAY)
     assert all(map(torch.equal, caches_of(world), world.filled))
-    assert len(world.engine.step_as(sequenced(batch, ROWS, given), PLAIN).sampled_ids) == len(ROWS)
+    assert len(world.engine.step_as(sequenced(batch, ROWS, given), PLAIN_WAY).sampled_ids) == len(ROWS)
 
 
 def test_a_reset_forgets_the_sampled_tokens_and_a_release_those_of_its_sequences(world: ModeWorld) -> None:

@@ -111,7 +111,7 @@ from modelworker_testing.engines import engine_of, execute
 def memory(field):
     return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
 
-directory, length, rows, tokens = Path(sys.argv[1]), 4096, 48, 512
+directory, length, rows, tokens, drafts = Path(sys.argv[1]), 4096, 48, 768, int(sys.argv[2])
 settings = WorkerSettings(
     model=ModelSettings(model=str(directory)),
     kv_cache=KvCacheSettings(num_blocks=2 + length // 32 * 2),
@@ -122,32 +122,35 @@ with engine_of(directory, lambda _: settings) as engine:
     table = list(range(1, 1 + length // 32))
     random = np.random.default_rng(0)
     idle = memory("VmRSS")
-    execute(engine, query_lens=[tokens], context_lens=[length - tokens], token_ids=random.integers(0, 30000, tokens).tolist(),
+    execute(engine, query_lens=[tokens], context_lens=[length - tokens], token_ids=random.integers(0, 2000, tokens).tolist(),
             tables=[table])
     own = [[1 + row] for row in range(rows)]
-    execute(engine, query_lens=[1] * rows, context_lens=[0] * rows, token_ids=[5] * rows, tables=own,
-            sampling=StepSampling(temperature=[1.0] * rows, top_k=[500] * rows, top_p=[0.9] * rows,
-                                  min_p=[0.01] * rows, num_logprobs=[0] * rows))
+    lens, sampled = [1 + drafts] * rows, rows * (1 + drafts)
+    execute(engine, query_lens=lens, context_lens=[0] * rows, token_ids=[5] * sampled, tables=own, draft_lens=[drafts] * rows,
+            sampling=StepSampling(temperature=[50.0 if drafts else 1.0] * rows, top_k=[0 if drafts else 500] * rows,
+                                  top_p=[0.9] * rows, min_p=[0.01] * rows, num_logprobs=[20 if drafts else 0] * rows))
     estimated = step_bytes(settings.step, load_model_config(directory), dtype=engine.kv_cache.geometry.dtype, max_model_len=length)
     print((memory("VmHWM") - idle) / estimated, estimated)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_largest_step_takes_about_the_estimated_memory(tmp_path: Path) -> None:
+# Attention takes the most where the vocabulary is small, sampling where every token is a draft and no filter cuts much off.
+@pytest.mark.parametrize(("vocab_size", "drafts"), [(2_000, 0), (30_000, 15)])
+def test_the_largest_step_takes_about_the_estimated_memory(tmp_path: Path, vocab_size: int, drafts: int) -> None:
     directory = save_tiny(
         tmp_path, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
-        vocab_size=30_000, max_position_embeddings=4096, num_hidden_layers=1,
+        vocab_size=vocab_size, max_position_embeddings=4096, num_hidden_layers=1,
     )  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\n{_LARGEST_STEP}", str(directory)],
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\n{_LARGEST_STEP}", str(directory), str(drafts)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     share, estimated = map(float, done.stdout.split())
     assert estimated > 2**26
-    # Allocators round up and keep a little.
-    assert 0.2 < share < 1.2
+    # Allocators round up and keep a little; compiled kernels hold less than the plain ops of which the estimate is.
+    assert (0.5 if drafts else 0.1) < share < 1.2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,20 @@ from modelworker.worker.batch import StepBatch, StepResult
 from modelworker.worker.cli import main
 from modelworker.worker.counters import Counters
 from modelworker.worker.errors import PreconditionError, PreconditionReason, SettingsError, SetupError
-from modelworker.worker.recording import RecordedStep, RecordingEngine, ReleasedSequences, StepRecorder, prepare_folder, read_steps
-from modelworker.worker.recording_file import Record, RecordingFile, RecordingHeader, RecordKind, create_file, encode_header
+from modelworker.worker.recording import (
+    ExecutedStep,
+    Record,
+    RecordingEngine,
+    RecordingFile,
+    RecordingHeader,
+    RecordKind,
+    ReleasedSequences,
+    StepRecorder,
+    create_file,
+    encode_header,
+    prepare_folder,
+    read_steps,
+)
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, RecordingSettings, WorkerSettings
 from modelworker.worker.settings_record import settings_as_record, settings_from_record, with_overrides
 from modelworker.worker.wire import parse_step
@@ -28,14 +41,18 @@ from modelworker_testing.serving import SumEngine, async_test, running_server, s
 
 
 class SeededSumEngine(SumEngine):
-    """A `SumEngine` that notes with which numbers its open rows were seeded."""
+    """A `SumEngine` that notes with which numbers its open rows were seeded, and what time it was told."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
         self.seeds: list[int] = []
+        self.times_ns: list[int] = []
 
     def seed_open_rows(self, number: int) -> None:
         self.seeds.append(number)
+
+    def set_time(self, time_ns: int) -> None:
+        self.times_ns.append(time_ns)
 
 
 def settings_for(folder: Path, limit: int = 2**20) -> WorkerSettings:
@@ -61,18 +78,18 @@ class World:
     def step(self, *tokens: int) -> StepResult:
         return self.engine.step(self.batch(list(tokens)))
 
-    def read(self) -> list[list[RecordedStep | ReleasedSequences | str]]:
+    def read(self) -> list[list[ExecutedStep | ReleasedSequences | str]]:
         """Closes the recorder, and reads the files in their order."""
         self.recorder.close()
         return [list(read_steps(RecordingFile(path))) for path in sorted(self.folder.iterdir())]
 
 
-def tokens_of(steps: list[RecordedStep | ReleasedSequences | str]) -> list[tuple[list[int], list[int]]]:
+def tokens_of(steps: list[ExecutedStep | ReleasedSequences | str]) -> list[tuple[list[int], list[int]]]:
     """Tokens in and out of each step."""
     return [
         (list(step.request.token_ids), list(step.answer.sampled_ids))
         for step in steps
-        if isinstance(step, RecordedStep) and step.answer is not None
+        if isinstance(step, ExecutedStep) and step.answer is not None
     ]
 
 
@@ -89,7 +106,9 @@ def test_steps_are_recorded_in_the_order_of_execution_with_their_answers_and_see
         world.step(token, token + 1)
     (steps,) = world.read()
     assert tokens_of(steps) == [([token, token + 1], [2 * token + 1]) for token in range(50)]
-    assert [step.seed for step in steps if isinstance(step, RecordedStep)] == world.inner.seeds
+    assert [step.seed for step in steps if isinstance(step, ExecutedStep)] == world.inner.seeds
+    assert [step.time_ns for step in steps if isinstance(step, ExecutedStep)] == world.inner.times_ns
+    assert world.inner.times_ns == sorted(world.inner.times_ns)
     assert len(set(world.inner.seeds)) == 50
     assert world.counters.snapshot()["steps_recorded_total"] == 50
 
@@ -117,8 +136,8 @@ def test_a_refused_step_is_not_recorded_and_a_failed_one_is_as_such(tmp_path: Pa
         world.step(3)
     (steps,) = world.read()
     first, second = steps
-    assert isinstance(first, RecordedStep)
-    assert isinstance(second, RecordedStep)
+    assert isinstance(first, ExecutedStep)
+    assert isinstance(second, ExecutedStep)
     assert first.answer is not None
     assert list(first.request.token_ids) == [1]
     assert second.answer is None
@@ -133,9 +152,10 @@ def test_releases_of_sequences_are_recorded_in_their_turn(tmp_path: Path) -> Non
     world.engine.release_sequences(ids)
     world.step(2)
     (steps,) = world.read()
-    assert [type(step) for step in steps] == [RecordedStep, ReleasedSequences, RecordedStep]
+    assert [type(step) for step in steps] == [ExecutedStep, ReleasedSequences, ExecutedStep]
     assert isinstance(steps[1], ReleasedSequences)
     assert steps[1].sequence_ids.tolist() == ids.tolist()
+    assert steps[1].time_ns == world.inner.times_ns[2]
 
 
 def test_files_and_a_new_folder_belong_to_the_owner_alone_whatever_the_umask(tmp_path: Path) -> None:
@@ -167,26 +187,106 @@ def test_recording_stops_at_its_bound_in_whole_steps_and_says_so(tmp_path: Path,
     assert len(recorded) == world.counters.snapshot().get("steps_recorded_total", 0)
 
 
-def test_a_disk_that_is_too_slow_ends_the_epochs_recording_and_never_holds_up_a_step(tmp_path: Path) -> None:
-    world = World(tmp_path / "steps", max_pending_bytes=20_000)
-    world.step(1)
-    pipe = tmp_path / "steps" / "000002.steps"
-    # The writer waits in os.write once the pipe is full: a reader that does not read is a disk that does not answer.
-    reader, writer = os.pipe()
-    wait_until(lambda: world.recorder._file is not None)
-    os.dup2(writer, world.recorder._file)
-    for token in range(500):
-        world.step(token, *range(300))
-    assert world.recorder._has_ended
+def descriptor_of(path: Path) -> int:
+    """The one under which this process has a file open, once it has."""
+
+    def find() -> int | None:
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if link.readlink() == path:
+                    return int(link.name)
+        return None
+
+    wait_until(lambda: find() is not None)
+    found = find()
+    assert found is not None
+    return found
+
+
+class SlowDisk:
+    """Takes the place of a file that is written: nothing of it is read, so that after some pages the writer waits in `os.write`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader, writer = os.pipe()
+        os.dup2(writer, descriptor_of(path))
+        os.close(writer)
+        self._thread = threading.Thread(target=self._recover)
+
+    def recover(self) -> None:
+        """Begins to take what is written, up to where the file is closed."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Puts what it took where it belongs."""
+        self._thread.join()
+
+    def _recover(self) -> None:
+        with os.fdopen(self._reader, "rb") as pipe, self._path.open("ab") as file:
+            file.write(pipe.read())
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        [("step", 900)],
+        [("step", 1)],
+        [("release", 900)],
+        [("release", 1)],
+        [("step", 9), ("release", 900)],
+        [("step", 9), ("release", 9)],
+    ],
+    ids=lambda flood: " and ".join(f"{kind} of {size}" for kind, size in flood),
+)
+def test_a_disk_that_is_too_slow_ends_the_epochs_recording_and_never_holds_up_a_step(
+    tmp_path: Path, flood: list[tuple[str, int]]
+) -> None:
+    """What was written is all that came before the end: neither a step nor a release is left out of the middle."""
+    world = World(tmp_path / "steps", max_pending_bytes=300_000)
+    world.engine.step(world.batch([1], client_tag=0))
+    disk = SlowDisk(world.folder / "000001.steps")
+    num_items = 400 if max(size for _, size in flood) > 100 else 6000
+    for number in range(1, num_items):
+        kind, size = flood[number % len(flood)]
+        if kind == "step":
+            world.engine.step(world.batch([1] * size, client_tag=number))
+        else:
+            world.engine.release_sequences(np.arange(number, number + size, dtype=np.uint64))
+    disk.recover()
+    wait_until(lambda: 'recordings_ended_total{reason="overflow"}' in world.counters.snapshot())
     world.engine.reset_kv_cache()
     world.step(7)
-    drained = threading.Thread(target=drain, args=(reader,))
-    drained.start()
-    os.close(writer)
     world.recorder.close()
-    drained.join()
-    assert tokens_of(list(read_steps(RecordingFile(pipe)))) == [([7], [7])]
+    disk.join()
+    first, second = (list(read_steps(RecordingFile(path))) for path in sorted(world.folder.iterdir()))
+    *kept, end = first
+    assert end == "steps were executed faster than they could be written"
+    numbers = [
+        step.request.client_tag if isinstance(step, ExecutedStep) else int(step.sequence_ids[0])
+        for step in kept
+        if not isinstance(step, str)
+    ]
+    assert numbers == list(range(len(numbers)))
+    assert 10 < len(numbers) < num_items
+    assert tokens_of(second) == [([7], [7])]
     assert world.counters.snapshot()['recordings_ended_total{reason="overflow"}'] == 1
+
+
+def test_a_step_that_waits_to_be_written_does_not_keep_its_batch(tmp_path: Path) -> None:
+    """Its arrays take several times the memory that is accounted for."""
+    world = World(tmp_path / "steps")
+    world.step(0)
+    disk = SlowDisk(world.folder / "000001.steps")
+    batches = []
+    for _ in range(100):
+        batch = world.batch([1] * 900)
+        batches.append(weakref.ref(batch))
+        world.engine.step(batch)
+        del batch
+    assert sum(batch() is not None for batch in batches) <= 1  # The writer may be in one.
+    disk.recover()
+    world.recorder.close()
+    disk.join()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -197,17 +297,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("that never happened")
 
 
-def drain(reader: int) -> None:
-    with os.fdopen(reader, "rb") as pipe:
-        pipe.read()
-
-
 def test_a_write_that_fails_ends_the_recording_of_the_epoch_and_not_the_worker(tmp_path: Path) -> None:
     world = World(tmp_path / "steps")
     world.step(1)
-    wait_until(lambda: world.recorder._file is not None)
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, world.recorder._file)
+    os.dup2(full, descriptor_of(world.folder / "000001.steps"))
     os.close(full)
     assert world.step(2).sampled_ids == [2]
     assert world.step(3).sampled_ids == [3]
@@ -232,7 +326,7 @@ def test_a_disk_that_becomes_full_leaves_whole_recordings_alone(tmp_path: Path, 
         return written
 
     real_write = os.write
-    monkeypatch.setattr("modelworker.worker.recording.os.write", write)
+    monkeypatch.setattr("modelworker.worker.recording.recorder.os.write", write)
     world = World(tmp_path / "steps")
     for token in range(1, 200):
         world.step(token)
@@ -284,8 +378,8 @@ async def test_a_server_that_records_keeps_the_requests_bytes_as_they_came(tmp_p
             sent = [step_request([1, 2, token], client_tag=token) for token in range(5)]
             answers = [await running.stub.ExecuteStep(request) for request in sent]
     steps = list(read_steps(RecordingFile(tmp_path / "steps" / "000001.steps")))
-    assert [step.request for step in steps if isinstance(step, RecordedStep)] == sent
-    recorded = [step.answer for step in steps if isinstance(step, RecordedStep)]
+    assert [step.request for step in steps if isinstance(step, ExecutedStep)] == sent
+    recorded = [step.answer for step in steps if isinstance(step, ExecutedStep)]
     assert [answer.sampled_ids for answer in recorded if answer] == [answer.sampled_ids for answer in answers]
 
 
@@ -305,6 +399,7 @@ records = st.builds(
     Record,
     kind=st.sampled_from(RecordKind),
     seed=st.integers(0, 2**64 - 1),
+    time_ns=st.integers(0, 2**64 - 1),
     request=st.binary(max_size=50),
     answer=st.binary(max_size=50),
 )
@@ -336,15 +431,11 @@ def test_a_file_cut_off_anywhere_gives_the_whole_records_before_the_cut(
 
 
 @given(written=st.lists(records, min_size=1, max_size=3), data=st.data())
-def test_a_flipped_bit_of_a_records_content_is_found(
+def test_a_flipped_bit_anywhere_in_a_record_is_found(
     tmp_path_factory: pytest.TempPathFactory, written: list[Record], data: st.DataObject
 ) -> None:
-    last = written[-1]
-    content_bytes = len(last.request) + len(last.answer)
     body = bytearray(b"".join(record.encode() for record in written))
-    if content_bytes == 0:
-        return
-    at = len(body) - data.draw(st.integers(1, content_bytes))
+    at = data.draw(st.integers(0, len(body) - 1))
     body[at] ^= 1 << data.draw(st.integers(0, 7))
     with file_of(tmp_path_factory.getbasetemp(), encode_header(HEADER) + body) as file:
         found = []
@@ -359,8 +450,8 @@ def test_a_flipped_bit_of_a_records_content_is_found(
         (b"\xff\xfe\x00", "is no recording"),
         (b"[1]\n", "is no recording"),
         (b'{"format": "another"}\n', "is no recording"),
-        (b'{"format": "modelworker steps", "version": 2}\n', "has version 2 of the format, expected 1"),
-        (b'{"format": "modelworker steps", "version": 1}\n', "the header is not complete"),
+        (b'{"format": "modelworker steps", "version": 1}\n', "has version 1 of the format, expected 2"),
+        (b'{"format": "modelworker steps", "version": 2}\n', "the header is not complete"),
     ],
 )
 def test_a_file_that_is_no_recording_is_refused_with_its_name(tmp_path: Path, content: bytes, expected: str) -> None:

@@ -19,13 +19,23 @@ from modelworker.worker.cli import main
 from modelworker.worker.client import Client
 from modelworker.worker.client.session import FencedSession
 from modelworker.worker.client.step import StepSampling, build_step
+from modelworker.worker.client.step_tokens import StepTokens
 from modelworker.worker.client.stream_session import StreamSession
-from modelworker.worker.command_replay import find_recordings
+from modelworker.worker.command_replay import find_recordings, format_report
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError
-from modelworker.worker.recording import RecordedStep, RecordingEngine, StepRecorder, prepare_folder, read_steps
-from modelworker.worker.recording_file import Record, RecordingFile, RecordKind, encode_header
+from modelworker.worker.recording import (
+    ExecutedStep,
+    Record,
+    RecordingEngine,
+    RecordingFile,
+    RecordKind,
+    StepRecorder,
+    encode_header,
+    prepare_folder,
+    read_steps,
+)
 from modelworker.worker.replay import ReplayReport, replay_files
 from modelworker.worker.scheduler import Scheduler
 from modelworker.worker.scheduler.types import Request, Sampling, SchedulerSettings
@@ -132,8 +142,9 @@ def test_steps_of_graphs_come_out_equal_by_plain_modules_open_seeds_included(rec
     report = replay(eager, recorded.folder)
     assert report.is_equal
     assert (report.num_files, report.num_steps, report.num_tokens) == (2, 2 * NUM_STEPS, 4 * NUM_STEPS)
-    assert report.max_logprob_difference is not None
-    assert report.max_logprob_difference < 1e-4
+    assert report.logprobs.max_difference is not None
+    assert report.logprobs.max_difference < 1e-4
+    assert (report.logprobs.num_compared, report.logprobs.num_not_compared) == (2 * NUM_STEPS, 0)
 
 
 def test_random_rows_without_a_seed_really_drew(recorded: Recorded, eager: Engine) -> None:
@@ -219,6 +230,115 @@ def test_a_token_that_is_missing_and_an_error_that_is_new_are_differences(
     failed = replay(eager, tampered(source, tmp_path / "b.steps", add_error)).first
     assert failed is not None
     assert (failed.step, failed.row, failed.position, failed.replayed) == (4, 1, None, "no error")
+
+
+def test_tainted_blocks_that_are_others_are_a_difference(recorded: Recorded, eager: Engine, tmp_path: Path) -> None:
+    def taint(index: int, request: pb.ExecuteStepRequest, answer: pb.ExecuteStepResponse) -> None:
+        if index == 3:
+            answer.tainted_block_ids.extend([1, 2])
+
+    report = replay(eager, tampered(recorded.folder / "000002.steps", tmp_path / "a.steps", taint))
+    assert not report.is_equal
+    assert report.num_differing_steps == 1
+    assert str(report.first) == "a.steps: step 4 (unsequenced): recorded tainted blocks [1, 2], replayed no tainted blocks"
+
+
+def record_prompts(engine: Engine, folder: Path, **fields: Any) -> Path:
+    """Records one step of two prompts, five tokens each, in an engine."""
+    request = build_step(
+        query_lens=[5, 5],
+        context_lens=[0, 0],
+        token_ids=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+        block_counts=[2, 2],
+        block_ids=[1, 2, 3, 4],
+        **fields,
+    )
+    prepare_folder(folder)
+    settings = replace(WorkerSettings(), recording=RecordingSettings(record_steps=str(folder)))
+    recorder = StepRecorder(settings, engine.description, Counters())
+    recording = RecordingEngine(engine, recorder, str(folder))
+    recording.reset_kv_cache()
+    recording.step(parse_step(request, engine.description, arrival_ns=0, deadline_ns=None, keeps_request=True))
+    recorder.close()
+    return folder / "000001.steps"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling": StepSampling(temperature=[1.0, 0.0])},
+        {"sampling": StepSampling(presence=[0.5, 0.0]), "tokens": StepTokens(prompt_ids=[[1, 2, 3, 4, 5], []])},
+        {"tokens": StepTokens(logit_bias=[{7: 0.5}, {}])},
+        {"tokens": StepTokens(banned_ids=[[7], []])},
+        {"tokens": StepTokens(allowed_ids=[[7, 8], []])},
+        {"tokens": StepTokens(grammar_rows=[0], grammar_masks=np.ones((1, 101), np.bool_))},
+    ],
+    ids=["drawn", "penalty", "bias", "banned", "allowed", "grammar"],
+)
+def test_a_margin_is_given_where_the_largest_logit_as_it_is_decides_the_token_and_nowhere_else(
+    eager: Engine, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    margins = []
+    source = record_prompts(eager, tmp_path / "steps", **fields)
+    for row in (0, 1):
+
+        def change(index: int, request: pb.ExecuteStepRequest, answer: pb.ExecuteStepResponse, row: int = row) -> None:
+            answer.sampled_ids[row] ^= 1
+
+        first = replay(eager, tampered(source, tmp_path / f"{row}.steps", change)).first
+        assert first is not None
+        assert first.row == row
+        margins.append(first.margin)
+    assert margins[0] is None
+    assert margins[1] is not None
+    assert margins[1] > 0
+
+
+def test_every_logprob_is_compared_but_those_of_other_tokens_which_are_counted(eager: Engine, tmp_path: Path) -> None:
+    """Entries: of each row the chosen token, which is the first of the 4 most probable ones, and of row 1 four prompt tokens."""
+    source = record_prompts(eager, tmp_path / "steps", sampling=StepSampling(num_logprobs=[4, 4]), prompt_logprobs=[False, True])
+
+    def replayed(name: str, change: Callable[[pb.ExecuteStepResponse], None]) -> ReplayReport:
+        return replay(eager, tampered(source, tmp_path / f"{name}.steps", lambda index, request, answer: change(answer)))
+
+    def other_id(answer: pb.ExecuteStepResponse) -> None:
+        ids = answer.logprobs.token_ids
+        ids[3] = next(token for token in range(101) if token not in ids[:5])
+        answer.logprobs.values[0] += 0.5
+        answer.logprobs.values[9] += 0.25
+
+    def other_prompt_value(answer: pb.ExecuteStepResponse) -> None:
+        answer.prompt_logprobs.values[3] -= 2.0
+
+    def other_token(answer: pb.ExecuteStepResponse) -> None:
+        answer.sampled_ids[0] ^= 1
+
+    same = replayed("same", lambda answer: None)
+    assert (same.logprobs.num_compared, same.logprobs.num_not_compared, same.logprobs.max_difference) == (10, 0, 0.0)
+    assert (same.prompt_logprobs.num_compared, same.prompt_logprobs.num_not_compared) == (4, 0)
+    assert same.prompt_logprobs.max_difference == 0.0
+    changed = replayed("changed", other_id)
+    assert changed.is_equal
+    assert (changed.logprobs.num_compared, changed.logprobs.num_not_compared) == (9, 1)
+    assert changed.logprobs.max_difference == pytest.approx(0.5, abs=1e-5)
+    assert replayed("prompt", other_prompt_value).prompt_logprobs.max_difference == pytest.approx(2.0, abs=1e-5)
+    diverged = replayed("token", other_token)
+    assert (diverged.logprobs.num_compared, diverged.logprobs.num_not_compared) == (5, 5)
+    assert diverged.prompt_logprobs.num_compared == 4
+    lines = format_report(changed).splitlines()
+    assert lines[0].startswith("logprobs: 9 compared, which differ by at most 0.5")
+    assert lines[1] == "logprobs: 1 not compared, for they are of other tokens than the recorded ones"
+    assert lines[2] == "prompt logprobs: 4 compared, which differ by at most 0"
+
+
+def test_progress_goes_up_to_the_number_of_records(recorded: Recorded, eager: Engine, tmp_path: Path) -> None:
+    released = Record(kind=RecordKind.RELEASE, request=np.array([7], "<u8").tobytes()).encode()
+    ended = Record(kind=RecordKind.END, request=b"why").encode()
+    (tmp_path / "a.steps").write_bytes((recorded.folder / "000002.steps").read_bytes() + released + ended)
+    advances: list[int] = []
+    files = find_recordings(tmp_path)
+    replay_files(eager, files, advance=advances.append)
+    assert sum(advances) == files[0].count_records() == NUM_STEPS + 2
 
 
 def test_looking_at_a_difference_leaves_the_cache_as_it_was(recorded: Recorded, eager: Engine, tmp_path: Path) -> None:
@@ -351,7 +471,7 @@ def test_a_pipelined_stream_with_feedback_and_drafts_is_replayed_equal(
             scheduler.run_until_idle(lambda event: None)
             session.release()
             session.close()
-    requests = [step.request for file in find_recordings(folder) for step in read_steps(file) if isinstance(step, RecordedStep)]
+    requests = [step.request for file in find_recordings(folder) for step in read_steps(file) if isinstance(step, ExecutedStep)]
     assert any(-1 in request.token_ids for request in requests)
     assert any(max(request.draft_lens, default=0) > 0 for request in requests)
     assert any(request.HasField("block_copies") for request in requests)

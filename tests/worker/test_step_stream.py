@@ -201,9 +201,9 @@ async def test_a_sequenced_step_behind_a_refused_one_is_out_of_order_and_both_ca
         assert running.engine.executed == [1, 2, 3]
 
 
-def large_step() -> pb.ExecuteStepRequest:
+def large_step(**fields: object) -> pb.ExecuteStepRequest:
     """One token with a table of 19,000 blocks: 76 KB."""
-    return step_request([1], block_counts=[19_000], block_ids=list(range(1, 19_001)))
+    return step_request([1], block_counts=[19_000], block_ids=list(range(1, 19_001)), **fields)
 
 
 @async_test
@@ -245,7 +245,7 @@ async def test_steps_of_a_stream_take_room_like_calls_until_they_have_an_outcome
     async with running_server(WorkerSettings(server=ServerSettings(max_message_size=80_000))) as running:
         gate = running.engine.before_step = Gate()
         stream = Stream(running)
-        await stream.send(*(large_step() for _ in range(5)))
+        await stream.send(*(large_step(client_tag=2**64 - tag) for tag in range(1, 6)))
         await wait_for(lambda: count(running, 'stream_steps_total{code="RESOURCE_EXHAUSTED"}') == 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await running.stub.ExecuteStep(large_step())
@@ -256,6 +256,7 @@ async def test_steps_of_a_stream_take_room_like_calls_until_they_have_an_outcome
         await asyncio.gather(*(running.stub.ExecuteStep(large_step()) for _ in range(4)))
         answers = await stream.receive_all(5)
         assert [code(answer) for answer in answers] == ["OK"] * 4 + ["RESOURCE_EXHAUSTED"]
+        assert [answer.client_tag for answer in answers] == [2**64 - tag for tag in range(1, 6)]
         assert answers[4].error.message.endswith(" bytes of requests are there at once, the limit is 320000")
 
 
@@ -265,6 +266,7 @@ BAD_ITEMS: dict[str, Callable[[Running], pb.ExecuteStepRequest | bytes]] = {
     "INVALID_ARGUMENT": lambda running: step_request([1, 5000, 2], block_ids=[0], client_tag=5),
     "INVALID_ARGUMENT no message": lambda running: b"\xff\xff\xff",
     "INVALID_ARGUMENT too large": lambda running: b"\x52\x80\x80\x80\x02" + bytes(4 * 2**20),
+    "INVALID_ARGUMENT too large, with numbers": lambda running: step_request([1] * 10**6, step_id=2, client_tag=5),
     "INVALID_ARGUMENT not built": lambda running: step_request([1], lora_index=[0]),
     "INVALID_ARGUMENT no epoch": lambda running: step_request([1], step_id=1),
     "FAILED_PRECONDITION KV_CACHE_LOST": lambda running: step_request(worker_epoch=5, router_id=7, step_id=2),

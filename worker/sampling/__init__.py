@@ -22,7 +22,7 @@ its end. RAW logprobs are log softmax of z before all of this, PROCESSED ones th
 where greedy). Drafts are accepted while each equals the sample before it: see `verification`.
 """
 
-from modelworker.worker.sampling.history import KeptTokens, RecentTokens, nothing_kept
-from modelworker.worker.sampling.sampler import SampledStep, Sampler, SamplingPlan
+from modelworker.worker.sampling.history import TokensBefore
+from modelworker.worker.sampling.sampler import ROWS_AT_ONCE, SampledStep, Sampler, SamplingPlan
 
-__all__ = ["KeptTokens", "RecentTokens", "SampledStep", "Sampler", "SamplingPlan", "nothing_kept"]
+__all__ = ["ROWS_AT_ONCE", "SampledStep", "Sampler", "SamplingPlan", "TokensBefore"]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from modelworker.worker.batch import BoolArray, Float32Array, GrammarMasks, IndexArray, SamplingBatch, TokenLists
+from modelworker.worker.ragged import ranges, starts_of
 from modelworker.worker.sampling.history import TokenStreams
 from modelworker.worker.sampling.positions import SampledPositions
-from modelworker.worker.sampling.ragged import ranges, starts_of
 from modelworker.worker.sampling.tensors import to_device
 
 _LARGEST = torch.finfo(torch.float32).max

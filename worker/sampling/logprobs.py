@@ -100,7 +100,8 @@ class Distributions:
             best=best,
             highest=highest,
             temperature=highest.new_ones(num_rows),
-            log_totals=(logits.logsumexp(-1) - highest).double(),
+            # Logarithms of sums of the logits themselves are as coarse in fp32 as those are large.
+            log_totals=(logits - highest.unsqueeze(1)).exp_().sum(-1).double().log(),
             num_kept=torch.full((num_rows,), vocab_size, device=logits.device),
         )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from modelworker.worker.batch import IndexArray, Int32Array, StepBatch
-from modelworker.worker.sampling.ragged import ranges, starts_of
+from modelworker.worker.ragged import ranges, starts_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -21,14 +21,14 @@ from modelworker.worker.batch import (
 )
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.sampling.choice import Samples, choose, greedy_samples
-from modelworker.worker.sampling.history import RecentTokens, TokenStreams, complete_history, nothing_kept
+from modelworker.worker.sampling.history import TokensBefore, TokenStreams, complete_history
 from modelworker.worker.sampling.positions import SampledPositions, sampled_positions
 from modelworker.worker.sampling.prompt_logprobs import score_prompts
 from modelworker.worker.sampling.tensors import to_device
 from modelworker.worker.sampling.verification import verify
 
-# What sampling keeps beside the logits themselves is bounded by so many rows of them.
-_ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 256
+"""Of so many positions logits are computed and sampled from at once: that bounds the memory of steps with many drafts."""
 _NO_ROWS: IndexArray = np.zeros(0, np.intp)
 
 
@@ -62,11 +62,13 @@ class LogitScores(NamedTuple):
     """What the head makes of sampled positions, and how they are sampled.
 
     Attributes:
-        logits: [n, vocab_size], fp32.
+        states: [n, hidden_size], of which logits are made in parts.
+        first_logits: [the first ROWS_AT_ONCE or n, vocab_size], fp32.
         sampling: of the step.
     """
 
-    logits: Tensor
+    states: Tensor
+    first_logits: Tensor
     sampling: SamplingBatch
 
 
@@ -94,12 +96,12 @@ class Sampler:
 
     Args:
         model: whose head makes logits.
-        recent: what the worker has kept of a sequence, for the history of penalties.
+        tokens_before: what the worker has kept of sequences, for the history of penalties.
     """
 
-    def __init__(self, model: CausalLM, recent: RecentTokens = nothing_kept) -> None:
+    def __init__(self, model: CausalLM, tokens_before: TokensBefore) -> None:
         self._model = model
-        self._recent = recent
+        self._tokens_before = tokens_before
         # Seeds of the rows whose seed the router leaves open.
         self._open_seeds = np.random.default_rng()
 
@@ -117,17 +119,23 @@ class Sampler:
         Raises:
             PreconditionError: tokens before a sampled position are not known; see `complete_history`.
         """
-        return SamplingPlan(sampled_positions(batch), complete_history(batch, self._recent, failed_sources), failed_sources)
+        return SamplingPlan(sampled_positions(batch), complete_history(batch, self._tokens_before, failed_sources), failed_sources)
 
     def score(self, batch: StepBatch, plan: SamplingPlan, hidden: Tensor) -> GreedyScores | LogitScores:
-        """Hot path: applies the head at the sampled positions to hidden [num_tokens, hidden_size]."""
+        """Hot path: applies the head at the sampled positions to hidden [num_tokens, hidden_size].
+
+        At those behind the first ROWS_AT_ONCE of a step that is not plainly greedy, `finish` does.
+        """
         positions = plan.positions
         # The usual decode: every token is a sampled position.
         states = hidden if len(positions) == batch.num_tokens else hidden[to_device(positions.tokens, hidden.device)]
         if batch.sampling is not None:
-            return LogitScores(self._model.compute_logits(states), batch.sampling)
-        token_ids, _, finite = self._model.greedy(states)
-        return GreedyScores(token_ids, finite)
+            return LogitScores(states, self._model.compute_logits(states[:ROWS_AT_ONCE]), batch.sampling)
+        if len(states) <= ROWS_AT_ONCE:
+            token_ids, _, finite = self._model.greedy(states)
+            return GreedyScores(token_ids, finite)
+        parts = [self._model.greedy(part) for part in states.split(ROWS_AT_ONCE)]
+        return GreedyScores(torch.cat([token_ids for token_ids, _, _ in parts]), torch.cat([finite for _, _, finite in parts]))
 
     def finish(self, batch: StepBatch, plan: SamplingPlan, hidden: Tensor, scores: GreedyScores | LogitScores) -> SampledStep:
         """Hot path: samples, verifies drafts, and finds rows that failed.
@@ -141,7 +149,7 @@ class Sampler:
         positions = plan.positions
         samples = greedy_samples(*scores) if isinstance(scores, GreedyScores) else self._choose(plan, scores)
         verdict = verify(batch, positions, samples.token_ids, samples.succeeded)
-        prompts = score_prompts(batch, hidden, self._model, part=_ROWS_AT_ONCE)
+        prompts = score_prompts(batch, hidden, self._model, part=ROWS_AT_ONCE)
         codes = np.zeros(batch.num_sequences, np.int32)
         codes[positions.rows[verdict.failed]] = SequenceErrorCode.NO_ALLOWED_TOKEN
         # A row of which anything is not finite has no other fault worth telling.
@@ -164,13 +172,13 @@ class Sampler:
 
     def _choose(self, plan: SamplingPlan, scores: LogitScores) -> Samples:
         positions, seeds = plan.positions, self._seeds(scores.sampling)
-        parts = [slice(start, start + _ROWS_AT_ONCE) for start in range(0, max(len(positions), 1), _ROWS_AT_ONCE)]
-        return Samples.joined(
-            [
-                choose(scores.logits[part], scores.sampling, positions.part(part), seeds, plan.streams, self._model.sample_tokens)
-                for part in parts
-            ]
-        )
+        parts = []
+        for start in range(0, max(len(positions), 1), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            logits = self._model.compute_logits(scores.states[part]) if start else scores.first_logits
+            parts.append(choose(logits, scores.sampling, positions.part(part), seeds, plan.streams, self._model.sample_tokens))
+            del logits  # Before the next ones are made.
+        return Samples.joined(parts)
 
     def _seeds(self, sampling: SamplingBatch) -> UInt64Array:
         """[num_sequences]: the rows' seeds; one is drawn where it is open."""

@@ -7,11 +7,12 @@ from modelworker.worker.wire.capabilities import CAPABILITIES
 from modelworker.worker.wire.info import encode_worker_info
 from modelworker.worker.wire.release import encode_release_sequences, parse_release_sequences
 from modelworker.worker.wire.sizes import check_request_size, check_step_size, max_step_bytes
-from modelworker.worker.wire.step import encode_reset_kv_cache, encode_result, parse_reset_kv_cache, parse_step
-from modelworker.worker.wire.stream import encode_stream_answer
+from modelworker.worker.wire.step import StepIdentity, encode_reset_kv_cache, encode_result, parse_reset_kv_cache, parse_step
+from modelworker.worker.wire.stream import encode_stream_answer, read_step_numbers
 
 __all__ = [
     "CAPABILITIES",
+    "StepIdentity",
     "check_request_size",
     "check_step_size",
     "encode_release_sequences",
@@ -23,4 +24,5 @@ __all__ = [
     "parse_release_sequences",
     "parse_reset_kv_cache",
     "parse_step",
+    "read_step_numbers",
 ]

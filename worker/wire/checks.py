@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import FEEDBACK_TOKEN, BoolArray, Int32Array, Int64Array, UInt64Array
+from modelworker.worker.batch import FEEDBACK_TOKEN, BoolArray, IndexArray, Int32Array, Int64Array, UInt64Array
 from modelworker.worker.description import WorkerDescription
+from modelworker.worker.ragged import starts_of
 from modelworker.worker.wire.violations import Violations, check_length, check_optional_length
 
 
@@ -215,14 +216,7 @@ def check_range(field: str, array: Int32Array, bounds: range, describe: Callable
         violations.add_entries(field, np.flatnonzero((array < bounds.start) | (array >= bounds.stop)), describe)
 
 
-def starts_of(counts: Int32Array) -> Int64Array:
-    """[num_sequences + 1]: where each row's entries start in a flat array."""
-    starts = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, dtype=np.int64, out=starts[1:])
-    return starts
-
-
-def place_of(starts: Int64Array, index: int, noun: str) -> str:
+def place_of(starts: IndexArray, index: int, noun: str) -> str:
     """Says where in a row an entry of a flat array stands; "" behind the last row."""
     row = int(np.searchsorted(starts, index, side="right")) - 1
     return f"row {row}, {noun} {index - starts[row]} of the row: " if row < len(starts) - 1 else ""

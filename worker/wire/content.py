@@ -59,7 +59,7 @@ class MessageSchema:
         return cls(names, tags)
 
 
-class Record(NamedTuple):
+class FieldRecord(NamedTuple):
     """One field of a message: `content[start:end]`, of which `content[payload:end]` is its value."""
 
     tag: int
@@ -68,7 +68,7 @@ class Record(NamedTuple):
     end: int
 
 
-def read_records(content: bytes) -> Iterator[Record]:
+def read_records(content: bytes) -> Iterator[FieldRecord]:
     """Yields the fields of a message. Of content that is no message it yields what can be read, and may raise.
 
     Raises:
@@ -78,25 +78,29 @@ def read_records(content: bytes) -> Iterator[Record]:
     while start < size:
         tag, payload = content[start], start + 1
         if tag >= 0x80:
-            tag, payload = _read_varint(content, start)
+            tag, payload = read_varint(content, start)
         wire_type = tag & 7
         if wire_type == _LENGTH_DELIMITED:
-            length, payload = _read_varint(content, payload)
+            length, payload = read_varint(content, payload)
             end = payload + length
         elif wire_type == _VARINT:
-            end = _read_varint(content, payload)[1]
+            end = read_varint(content, payload)[1]
         elif wire_type == _FIXED32:
             end = payload + 4
         elif wire_type == _FIXED64:
             end = payload + 8
         else:  # A group, of which the protocol has none: where it ends doesn't matter.
             end = size
-        yield Record(tag, start, payload, end)
+        yield FieldRecord(tag, start, payload, end)
         start = end
 
 
-def _read_varint(content: bytes, at: int) -> tuple[int, int]:
-    """Returns a number and where it ends."""
+def read_varint(content: bytes, at: int) -> tuple[int, int]:
+    """Returns a number, below 2**70, and where it ends.
+
+    Raises:
+        DecodeError: it does not end.
+    """
     value = shift = 0
     while at < len(content) and shift < _MAX_VARINT_BITS:
         byte = content[at]

@@ -4,7 +4,8 @@ import numpy as np
 
 from modelworker.worker.batch import FEEDBACK_TOKEN, BoolArray
 from modelworker.worker.description import WorkerDescription
-from modelworker.worker.wire.checks import StepFields, place_of, starts_of
+from modelworker.worker.ragged import starts_of
+from modelworker.worker.wire.checks import StepFields, place_of
 from modelworker.worker.wire.violations import Violations, check_optional_length
 
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from modelworker.worker.batch import Int32Array
 from modelworker.worker.description import WorkerDescription
-from modelworker.worker.wire.checks import StepFields, check_range, starts_of
+from modelworker.worker.ragged import starts_of
+from modelworker.worker.wire.checks import StepFields, check_range
 from modelworker.worker.wire.violations import Violations, check_length
 
 _ZERO = "zero_block_ids"

@@ -19,7 +19,7 @@ from modelworker.worker.check_batch import CheckRow, CheckSampling, make_check_b
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, ModelSettings, OpsSettings, StepSettings, WorkerSettings
-from modelworker.worker.step_runner import StepRunner, Way
+from modelworker.worker.step_runner import PLAIN_WAY, StepRunner, Way
 from modelworker_testing.engines import engine_of, tiny_settings
 from modelworker_testing.paged_runs import VOCAB_SIZE
 from modelworker_testing.tiny_models import save_reference
@@ -31,7 +31,6 @@ DECODE_QUERY_LENS = (1, 2, 4)
 MAX_TOKENS = 128
 GARBAGE = 10**9
 
-PLAIN = Way(Choice(None, Reason.NONE), is_plain=True)
 COMPILED = Way(Choice(None, Reason.NONE))
 
 _SMALLEST_GAP = 1e-3
@@ -65,7 +64,7 @@ class ModeWorld:
         self._caches = [cache for layer in engine.kv_cache.layers for cache in layer]
         self._widest_step()
         for sequence in range(NUM_SEQUENCES):
-            engine.step_as(self.batch([Row(sequence, 0, LENGTH)]), PLAIN)
+            engine.step_as(self.batch([Row(sequence, 0, LENGTH)]), PLAIN_WAY)
         self.filled = [cache.clone() for cache in self._caches]
 
     @property
@@ -97,7 +96,7 @@ class ModeWorld:
         fitting = [key for key in self.engine.runner.captured if fits(key, shape)]
         pieces = sorted((key for key in fitting if key.mode is RuntimeMode.PIECEWISE), key=lambda key: key.num_tokens)
         keys = [*(key for key in fitting if key.mode is RuntimeMode.FULL), *pieces[:1], *pieces[1:][-1:]]
-        found = {"eager": PLAIN}
+        found = {"eager": PLAIN_WAY}
         if self.engine.description.execution.optimization_level > 0:
             found["compiled"] = COMPILED
         return found | {str(key): Way(Choice(key, Reason.NONE)) for key in keys}

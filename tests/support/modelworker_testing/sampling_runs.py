@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from modelworker.ops.sampling import SampleTokens
-from modelworker.worker.batch import GrammarMasks, LogitBias, SamplingBatch, TokenLists
+from modelworker.worker.batch import GrammarMasks, IndexArray, Int32Array, LogitBias, SamplingBatch, StepBatch, TokenLists
+from modelworker.worker.kept_tokens import gap_error
+from modelworker.worker.ragged import starts_of
 from modelworker.worker.sampling.choice import Samples, choose
 from modelworker.worker.sampling.history import TokenStreams
 from modelworker.worker.sampling.positions import SampledPositions
-from modelworker.worker.sampling.ragged import starts_of
 from modelworker_testing.sampling_reference import Wish
 
 _NEUTRAL: dict[str, tuple[float, Any]] = {
@@ -92,3 +93,8 @@ def token_lists(lists: Sequence[Sequence[int]]) -> TokenLists | None:
     return TokenLists(
         counts=np.array([len(ids) for ids in lists], np.int32), token_ids=np.array([i for ids in lists for i in ids], np.int32)
     )
+
+
+def nothing_kept(batch: StepBatch, gaps: IndexArray, firsts: Int32Array) -> Int32Array:
+    """What is kept of sequences where there is no token feedback: nothing."""
+    raise gap_error(batch, int(gaps[0]), int(firsts[0]), num_kept=0, position=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelworker_testing.sampling_reference import Wish, distribution
+from modelworker_testing.sampling_reference import Wish, distribution, log_softmax
 from modelworker_testing.sampling_runs import parameters, run
 
 VOCAB = 101
@@ -126,3 +126,14 @@ def test_a_row_whose_finite_logits_add_up_to_infinity_is_finite() -> None:
     logits = torch.full((2, VOCAB), 3e38)
     logits[1, 4] = float("inf")
     assert run(logits, parameters(2, num_logprobs=0)).finite.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1000.0, -30_000.0])
+def test_logprobs_are_as_exact_far_from_zero_as_near_it(offset: float, processed: bool) -> None:
+    logits = logits_rows(40, seed=8) + offset
+    listing = run(logits, parameters(40, num_logprobs=20, processed_logprobs=processed)).listing
+    assert listing is not None
+    for row in range(40):
+        expected = log_softmax(logits[row].tolist())
+        np.testing.assert_allclose(listing.values[row], expected[listing.token_ids[row]], atol=2e-6)

@@ -1,20 +1,23 @@
 """Draws follow the distribution: chi-square tests of every filter alone and of several together."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from modelworker_testing.sampling_reference import Wish, distribution, edited
-from modelworker_testing.sampling_runs import parameters, run, sampling_of
+from modelworker_testing.sampling_runs import parameters, run, run_wishes
 
 VOCAB = 101
 LOGITS = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5
+# The most probable tokens: what penalties do to them shows.
+COMMON = tuple(LOGITS[0].topk(6).indices.tolist())
 EVERYTHING = Wish(
     temperature=1.5, top_k=30, top_p=0.9, min_p=0.02, presence=0.7, frequency=0.3, repetition=1.2,
     banned=(3, 50), bias={7: 1.5, 90: -2.0}, mask=tuple(token % 7 != 0 for token in range(VOCAB)),
-    prompt=(5, 6), output=(7, 7, 8, 20),
+    prompt=(5, 6, *COMMON[:1]), output=(7, 7, 8, 20, *COMMON[:3], *COMMON[2:5]),
 )  # fmt: skip
 WISHES = {
     "temperature 1": Wish(temperature=1.0),
@@ -27,22 +30,19 @@ WISHES = {
     "banned": Wish(temperature=1.0, banned=tuple(range(50))),
     "mask": Wish(temperature=1.0, mask=tuple(token % 3 == 0 for token in range(VOCAB))),
     "bias": Wish(temperature=1.0, bias={5: 4.0, 6: -4.0}),
+    "presence": Wish(temperature=1.0, presence=1.5, prompt=COMMON[:2], output=COMMON[1:6]),
+    "frequency": Wish(temperature=1.0, frequency=0.8, prompt=COMMON[:2], output=COMMON[:3] + COMMON[1:6] + COMMON[2:4]),
+    "repetition": Wish(temperature=1.0, repetition=1.9, prompt=COMMON[:3], output=COMMON[2:6]),
     "everything": EVERYTHING,
 }
 
 
 def draws(wish: Wish, num_draws: int) -> np.ndarray:
     """[num_draws], of one row of logits, each with a seed of its own."""
-    # Penalties are applied by the reference, and the rest by the worker.
-    logits = torch.tensor([edited(LOGITS[0].tolist(), wish)], dtype=torch.float32) if wish.output else LOGITS
-    plain = wish if not wish.output else Wish(
-        temperature=wish.temperature, top_k=wish.top_k, top_p=wish.top_p, min_p=wish.min_p
-    )  # fmt: skip
     found = []
     for start in range(0, num_draws, 5000):
-        rows = min(5000, num_draws - start)
-        sampling = sampling_of([Wish(**{**vars(plain), "seed": start + row}) for row in range(rows)], VOCAB)
-        found.append(run(logits.clamp(min=-1e30).expand(rows, -1), sampling).token_ids)
+        rows = [replace(wish, seed=start + row) for row in range(min(5000, num_draws - start))]
+        found.append(run_wishes(LOGITS.expand(len(rows), -1), rows).token_ids)
     return np.concatenate(found)
 
 

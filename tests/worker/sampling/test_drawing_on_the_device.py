@@ -16,7 +16,7 @@ from modelworker.worker.models.registry import build_model
 from modelworker.worker.sampling import SampledStep, Sampler
 from modelworker_testing.bare_engine import fill_randomly, model_config_of
 from modelworker_testing.checkpoints import TINY
-from modelworker_testing.sampling_runs import parameters, run, token_lists
+from modelworker_testing.sampling_runs import nothing_kept, parameters, run, token_lists
 
 VOCAB = 101
 OPS = OpSettings(platform="cuda", no_triton_reason="there is no GPU")
@@ -122,10 +122,10 @@ def test_a_model_for_a_gpu_brings_the_op_which_its_sampler_uses() -> None:
     # More rows than are sampled at once.
     hidden = torch.randn(300, TINY["hidden_size"], generator=torch.Generator().manual_seed(1))
     model.sample_tokens = op = Counting()
-    found = sampled(Sampler(model), hidden)
+    found = sampled(Sampler(model, nothing_kept), hidden)
     assert [len(rows) for rows in op.drawn] == [256, 44]
     model.sample_tokens = None
-    expected = sampled(Sampler(model), hidden)
+    expected = sampled(Sampler(model, nothing_kept), hidden)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert len(set(found.token_ids.tolist())) > 10
     assert found.logprobs is not None

@@ -7,19 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelworker.worker.batch import Int32Array, StepBatch, TokenHistory
+from modelworker.worker.batch import IndexArray, Int32Array, StepBatch, TokenHistory
 from modelworker.worker.check_batch import CheckRow, make_check_batch
-from modelworker.worker.errors import PreconditionError, PreconditionReason
-from modelworker.worker.sampling.history import TokenStreams, complete_history, nothing_kept
-from modelworker_testing.sampling_runs import parameters
+from modelworker.worker.errors import PreconditionError
+from modelworker.worker.sampling.history import TokenStreams, complete_history
+from modelworker_testing.sampling_runs import nothing_kept, parameters
 
 NO_ROWS = np.zeros(0, np.intp)
-
-
-@dataclass(frozen=True)
-class Kept:
-    token_ids: Int32Array
-    position: int
 
 
 @dataclass(frozen=True)
@@ -72,17 +66,16 @@ def stream(streams: TokenStreams, row: int, length: int) -> list[int]:
 
 
 @settings(max_examples=200)
-@given(sequences=st.lists(rows(), min_size=1, max_size=5), spare=st.integers(0, 3))
-def test_a_stream_is_the_whole_sequence_however_its_tokens_are_known(sequences: list[Row], spare: int) -> None:
-    asked: list[int] = []
+@given(sequences=st.lists(rows(), min_size=1, max_size=5))
+def test_a_stream_is_the_whole_sequence_however_its_tokens_are_known(sequences: list[Row]) -> None:
+    asked: list[list[int]] = []
 
-    def recent(sequence_id: int) -> Kept:
-        asked.append(sequence_id)
-        row = sequences[sequence_id - 100]
-        first = max(row.sent - spare, 0)
-        return Kept(np.array(row.tokens[first : row.context + 1], np.int32), row.context)
+    def kept(batch: StepBatch, gaps: IndexArray, firsts: Int32Array) -> Int32Array:
+        asked.append(gaps.tolist())
+        assert firsts.tolist() == [sequences[row].sent for row in gaps]
+        return np.array([token for row in gaps for token in sequences[row].tokens[sequences[row].sent : batch.context_lens[row]]])
 
-    streams = complete_history(batch_of(sequences), recent, NO_ROWS)
+    streams = complete_history(batch_of(sequences), kept, NO_ROWS)
     wanted = [row.penalized and row.samples for row in sequences]
     assert (streams is not None) == any(wanted)
     if streams is not None:
@@ -90,32 +83,8 @@ def test_a_stream_is_the_whole_sequence_however_its_tokens_are_known(sequences: 
             if wanted[index]:
                 assert stream(streams, index, len(row.tokens)) == list(row.tokens)
                 assert streams.prompt_lens[index] == row.prompt
-    gaps = [100 + index for index, row in enumerate(sequences) if wanted[index] and row.sent < row.context]
-    assert asked == gaps
-
-
-@pytest.mark.parametrize(
-    ("kept", "found"),
-    [
-        (None, "no tokens"),
-        (Kept(np.array([5], np.int32), 5), "those of the positions 5 .. 5"),  # position 4 is missing
-        (Kept(np.array([3, 4], np.int32), 4), "those of the positions 3 .. 4"),  # position 5 is missing
-    ],
-)
-def test_a_gap_is_refused_naming_the_row_and_what_there_is(kept: Kept | None, found: str) -> None:
-    sequences = [Row((1, 2), 1, 1, 1, 0), Row(tuple(range(7)), 2, 4, 6, 0)]
-    with pytest.raises(PreconditionError, match=f"row 1: the history covers 4 positions and the context 6, .*{found}") as caught:
-        complete_history(batch_of(sequences), lambda _: kept, NO_ROWS)
-    assert caught.value.reason is PreconditionReason.FEEDBACK_MISMATCH
-    assert caught.value.metadata == {"row": "1"}
-
-
-def test_kept_tokens_that_reach_the_context_close_the_gap() -> None:
-    sequences = [Row(tuple(range(7)), 2, 4, 6, 0)]
-    for kept in (Kept(np.array([4, 5], np.int32), 5), Kept(np.array([3, 4, 5, 6], np.int32), 6)):
-        streams = complete_history(batch_of(sequences), lambda _, kept=kept: kept, NO_ROWS)
-        assert streams is not None
-        assert stream(streams, 0, 7) == list(range(7))
+    gaps = [index for index, row in enumerate(sequences) if wanted[index] and row.sent < row.context]
+    assert asked == ([gaps] if gaps else [])
 
 
 def test_without_penalties_nothing_is_put_together_and_nothing_asked() -> None:

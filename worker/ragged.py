@@ -1,17 +1,16 @@
 """Ranges of flat arrays, many at once."""
 
 import numpy as np
-import numpy.typing as npt
 
-from modelworker.worker.batch import IndexArray
+from modelworker.worker.batch import IndexArray, Int32Array, Int64Array
 
-_Integers = npt.NDArray[np.int32] | npt.NDArray[np.intp]
+_Integers = Int32Array | Int64Array | IndexArray
 
 
 def starts_of(counts: _Integers) -> IndexArray:
     """[n + 1]: where each owner's entries start in a flat array; the last entry is the number of all."""
     starts = np.zeros(len(counts) + 1, np.intp)
-    np.cumsum(counts, out=starts[1:])
+    np.cumsum(counts, dtype=np.intp, out=starts[1:])
     return starts
 
 

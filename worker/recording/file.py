@@ -1,8 +1,9 @@
 """The file of a recording: what a worker executed in one epoch, in the order of execution.
 
     header     one line of JSON (UTF-8, ends with a line feed): format, version, and what `RecordingHeader` says
-    record     fixed part, little-endian:   kind u8 | seed u64 | length of the request u32 | length of the answer u32 | CRC-32 u32
-               then the bytes of the request, then those of the answer; the checksum is of both, one behind the other
+    record     fixed part, little-endian:   kind u8 | seed u64 | time u64 | length of the request u32 | length of the answer u32 |
+                                           CRC-32 of these u32
+               then the bytes of the request, those of the answer, and the CRC-32 u32 of both, one behind the other
     ...
 
 | kind | record | request | answer |
@@ -12,8 +13,9 @@
 | 3 | END: the recording ended before the epoch did | why, UTF-8 | empty |
 | 4 | RELEASE: of sequences, between steps | their ids, u64 each | empty |
 
-`seed` is what the engine drew the seeds of rows without one from. A worker that is killed leaves a file whose last record may be
-cut off: what lies before it can be read.
+`seed` is what the engine drew the seeds of rows without one from; `time`, in ns of the worker's monotonic clock, is the moment that
+decided which sequences were idle for so long that their tokens were dropped. A worker that is killed leaves a file whose last
+record may be cut off: what lies before it can be read.
 """
 
 import json
@@ -31,8 +33,10 @@ from modelworker.worker.errors import SetupError
 FILE_PATTERN = "*.steps"
 
 _FORMAT = "modelworker steps"
-_VERSION = 1
-_FIXED = struct.Struct("<BQIII")
+_VERSION = 2
+_FIXED = struct.Struct("<BQQII")
+_CHECKSUM = struct.Struct("<I")
+_FIXED_BYTES = _FIXED.size + _CHECKSUM.size
 # A header that is longer than this isn't one.
 _MAX_HEADER_BYTES = 2**20
 
@@ -70,20 +74,22 @@ class Record:
     Attributes:
         kind: of it.
         seed: what the engine drew the seeds of rows without one from.
+        time_ns: when it was executed, by the worker's monotonic clock.
         request: bytes of the ExecuteStepRequest; of END, why; of RELEASE, the ids.
         answer: bytes of the ExecuteStepResponse; empty unless it is a STEP.
     """
 
     kind: RecordKind
     seed: int = 0
+    time_ns: int = 0
     request: bytes = b""
     answer: bytes = b""
 
     def encode(self) -> bytes:
         """Returns its bytes in the file."""
+        fixed = _FIXED.pack(self.kind, self.seed, self.time_ns, len(self.request), len(self.answer))
         checksum = zlib.crc32(self.answer, zlib.crc32(self.request))
-        fixed = _FIXED.pack(self.kind, self.seed, len(self.request), len(self.answer), checksum)
-        return b"".join((fixed, self.request, self.answer))
+        return b"".join((fixed, _CHECKSUM.pack(zlib.crc32(fixed)), self.request, self.answer, _CHECKSUM.pack(checksum)))
 
 
 def encode_header(header: RecordingHeader) -> bytes:
@@ -141,27 +147,33 @@ class RecordingFile:
         count, size = 0, self.path.stat().st_size
         with self.path.open("rb") as file:
             file.seek(self._records_start)
-            while len(fixed := file.read(_FIXED.size)) == _FIXED.size:
-                _, _, request_bytes, answer_bytes, _ = _FIXED.unpack(fixed)
-                count += file.seek(request_bytes + answer_bytes, os.SEEK_CUR) <= size
+            while len(fixed := file.read(_FIXED_BYTES)) == _FIXED_BYTES:
+                *_, request_bytes, answer_bytes = _FIXED.unpack_from(fixed)
+                count += file.seek(request_bytes + answer_bytes + _CHECKSUM.size, os.SEEK_CUR) <= size
         return count
 
     def _read_record(self, file: BinaryIO) -> Record | None:
         at = file.tell()
-        fixed = file.read(_FIXED.size)
+        fixed = file.read(_FIXED_BYTES)
         if not fixed:
             return None
-        if len(fixed) == _FIXED.size:
-            kind, seed, request_bytes, answer_bytes, checksum = _FIXED.unpack(fixed)
+        if len(fixed) == _FIXED_BYTES:
+            kind, seed, time_ns, request_bytes, answer_bytes = _FIXED.unpack_from(fixed)
+            self._check(at, fixed[: _FIXED.size], fixed[_FIXED.size :])
             if kind not in set(RecordKind):
                 raise SetupError(f"{self.path}: damaged at byte {at}: found a record of kind {kind}, expected 1, 2, 3 or 4")
-            content = file.read(request_bytes + answer_bytes)
-            if len(content) == request_bytes + answer_bytes:
-                if zlib.crc32(content) != checksum:
-                    raise SetupError(f"{self.path}: damaged at byte {at}: the record has not the checksum that was written with it")
-                return Record(kind=RecordKind(kind), seed=seed, request=content[:request_bytes], answer=content[request_bytes:])
+            num_bytes = request_bytes + answer_bytes
+            content = file.read(num_bytes + _CHECKSUM.size)
+            if len(content) == num_bytes + _CHECKSUM.size:
+                self._check(at, content[:num_bytes], content[num_bytes:])
+                request, answer = content[:request_bytes], content[request_bytes:num_bytes]
+                return Record(kind=RecordKind(kind), seed=seed, time_ns=time_ns, request=request, answer=answer)
         self.is_cut_off = True
         return None
+
+    def _check(self, at: int, content: bytes, checksum: bytes) -> None:
+        if _CHECKSUM.pack(zlib.crc32(content)) != checksum:
+            raise SetupError(f"{self.path}: damaged at byte {at}: the record has not the checksum that was written with it")
 
 
 def _parse_header(path: Path, line: bytes) -> RecordingHeader:
