@@ -18,6 +18,7 @@ FOLDERS = ("compiler", "graphs", "ops", "worker", "tests/gpu", "tests/support")
 
 # As in torch 2.11; parameters that came later are missing.
 FUNCTIONS = {
+    "_sleep": "cycles",
     "CUDAGraph": "keep_graph=False",
     "Event": "enable_timing=False, blocking=False, interprocess=False, external=False",
     "Stream": "device=None, priority=0, **kwargs",
