@@ -53,7 +53,7 @@ def test_an_installed_plugin_replaces_an_op_of_the_served_model(site: Path, tmp_
         log = worker.log()
     assert ops["silu_and_mul"].implementation == "out of tree (modelworker_fast_silu.FastSiluAndMul)"
     assert ops["silu_and_mul"].reason == "custom_ops is all"
-    assert list(ops["silu_and_mul"].alternatives) == ["native", "c++"]
+    assert list(ops["silu_and_mul"].alternatives) == ["native", "c++", "triton"]
     assert ops["rms_norm"].implementation == "c++"
     assert ops["attention"].implementation == "built in"
     assert "loaded plug-in fast_silu of modelworker-fast-silu 1.0" in log

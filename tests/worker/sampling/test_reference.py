@@ -96,8 +96,9 @@ def check_logprobs(index: int, logits: list[float], wish: Wish, samples: Samples
     order = ranking(changed)
     told = [token, *[other for other in order[: wish.num_logprobs] if right[other] > -80]]
     count = int(samples.listing.counts[index])
-    # A token whose weight is at the end of fp32's range may or may not be told.
-    assert len(told) <= count <= 1 + min(wish.num_logprobs, int((right > -math.inf).sum()))
+    # A token whose weight is at the end of the range, or beyond that of the weights here, may or may not be told.
+    assert len(told) <= count <= 1 + min(wish.num_logprobs, int(np.isfinite(changed).sum()))
+    assert (samples.listing.values[index, len(told) : count] < -79).all()
     listed = samples.listing.token_ids[index, : len(told)].tolist()
     assert listed == told
     assert samples.listing.ranks[index, : len(told)].tolist() == [order.index(other) + 1 for other in told]
