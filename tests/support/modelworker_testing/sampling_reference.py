@@ -62,7 +62,7 @@ def distribution(logits: Sequence[float], wish: Wish) -> Float64Array:
     total = sum(weights.values())
     kept, before = [], 0.0
     for token in order:
-        if kept and before >= float(np.float32(wish.top_p)) * total:
+        if wish.top_p < 1 and kept and before >= float(np.float32(wish.top_p)) * total:  # 1 is off, whatever sums round to
             break
         kept.append(token)
         before += weights[token]
