@@ -153,7 +153,7 @@ def _execute(engine: Engine, step: ExecutedStep, where: str) -> tuple[StepBatch,
     engine.set_time(step.time_ns)
     try:
         return batch, engine.step(batch)
-    except Exception as error:
+    except Exception as error:  # what a recorded fault was, or a step that fails only now
         if step.answer is None:
             return batch, None
         raise SetupError(f"{where} fails now, and did not when it was recorded: {type(error).__name__}: {error}") from error

@@ -125,7 +125,7 @@ class StepStream:
                 request = self._parse(raw)
                 size = self._log.bind_step(request)
                 outcome = self._admit(request, raw=raw, arrival_ns=arrival_ns)
-            except BaseException:
+            except BaseException:  # whatever refused it, its bytes are free again
                 self._room.give_back(len(raw))
                 raise
             # Not only in its turn: what a client does not read must not take the room of others.

@@ -60,7 +60,7 @@ class RecordingEngine:
             result = self._engine.step(batch)
         except (PreconditionError, OverloadedError):
             raise  # Nothing was executed.
-        except Exception:
+        except Exception:  # what the executor takes for a fault is recorded as one
             self._recorder.step(batch, None, seed=seed, time_ns=time_ns)
             raise
         self._recorder.step(batch, result, seed=seed, time_ns=time_ns)
