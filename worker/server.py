@@ -40,6 +40,8 @@ _MAX_HELD_MESSAGES = 4
 # After a drain or a fault: time for answers that are ready and for watchers of health to be told.
 _LAST_ANSWERS_SECONDS = 2.0
 _FAULT_LINGER_SECONDS = 1.0
+# For calls that were cancelled to come to their end. They need a turn of the loop each, not time.
+_CANCELLED_CALLS_SECONDS = 1.0
 
 
 class ExitCode(IntEnum):
@@ -212,7 +214,9 @@ class WorkerServer:
         if fault.done():
             return await self._end_by_fault()
         if not drained.done():
-            self._log.error("drain limit passed with steps unfinished", limit_seconds=limit_seconds)
+            self._log.error(
+                "drain limit passed with steps unfinished", limit_seconds=limit_seconds, steps=self.executor.num_steps_in_flight
+            )
             return ExitCode.DRAIN_OVERRUN
         self._log.info("drained")
         return ExitCode.OK
@@ -300,4 +304,13 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    return await server.run()
+    try:
+        return await server.run()
+    finally:
+        await _let_cancelled_calls_end()
+
+
+async def _let_cancelled_calls_end() -> None:
+    """Waits for the tasks of calls that the server has cancelled: gRPC prints a traceback for each that ends with the loop."""
+    if calls := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(calls, timeout=_CANCELLED_CALLS_SECONDS)

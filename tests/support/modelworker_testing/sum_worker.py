@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.command_serve import run_worker
@@ -19,15 +20,20 @@ def main() -> int:
     parser = CommandParser(prog="sum_worker")
     add_settings(parser, WorkerSettings)
     parser.add_argument("--build-seconds", type=float, default=0.0)
-    parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--gate", type=Path, default=None, help="no step ends, and no build fails, before this file is there")
     parser.add_argument("--build-error", default="")
     arguments = parser.parse_args()
+
+    def wait_for_gate() -> None:
+        while arguments.gate is not None and not arguments.gate.exists():
+            time.sleep(0.01)
 
     def build(settings: WorkerSettings, progress: Progress, counters: Counters) -> SumEngine:
         with progress.stage("loading weights", 100, "tensors") as advance:
             advance(43)
             time.sleep(arguments.build_seconds)
         if arguments.build_error:
+            wait_for_gate()
             raise SetupError(arguments.build_error)
         engine = SumEngine(settings)
         engine.before_step = before_step
@@ -36,7 +42,7 @@ def main() -> int:
     def before_step(batch: StepBatch) -> None:
         if DEVICE_FAULT_TOKEN in batch.token_ids:
             raise FatalEngineError("the device is gone")
-        time.sleep(arguments.step_seconds)
+        wait_for_gate()
 
     try:
         return run_worker(read_settings(WorkerSettings, arguments), build)
