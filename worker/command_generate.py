@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from modelworker.worker.client import Client, WorkerCallError
@@ -36,6 +37,8 @@ from modelworker.worker.tokenization import TextStream, TextTokenizer
 
 _EXIT_OK = 0
 _EXIT_FAILED = 1
+# Parameters of a request whose flags have other names.
+_FLAGS = MappingProxyType({"num_logprobs": "logprobs", "num_drafts": "speculate"})
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -180,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with Client(arguments.address) as client:
             steps = _generate(client, generations, arguments, printer.update if printer else None)
-    except (WorkerCallError, RequestError, WorkerAnswerError, WorkerChangedError) as error:
+    except (WorkerCallError, WorkerAnswerError, WorkerChangedError) as error:
         raise SetupError(f"worker at {arguments.address}: {error}") from error
     if arguments.json:
         print(json.dumps(_report(generations, steps), ensure_ascii=False, indent=2))
@@ -214,7 +217,7 @@ def _generations(arguments: argparse.Namespace, tokenizer: TextTokenizer | None)
     try:
         sampling.check()
     except RequestError as error:
-        raise SettingsError(str(error)) from None
+        raise SettingsError(_in_flags(error, None)) from None
     stop_token_ids = frozenset[int]() if arguments.ignore_eos else None
     generations = []
     for prompt_text, prompt_ids in prompts:
@@ -258,7 +261,11 @@ def _generate(
         by_id: dict[int, _Generation] = {}
         for start in range(0, len(generations), arguments.n):
             group = generations[start : start + arguments.n]
-            by_id |= zip(scheduler.add_continuations(group[0].request, arguments.n), group, strict=True)
+            try:
+                by_id |= zip(scheduler.add_continuations(group[0].request, arguments.n), group, strict=True)
+            except RequestError as error:
+                of = f"prompt {start // arguments.n + 1}: " if len(generations) > arguments.n else ""
+                raise SetupError(f"worker at {arguments.address}: {of}{_in_flags(error, group[0].prompt)}") from error
 
         def take(event: Event) -> None:
             if isinstance(event, StepExecuted):
@@ -297,6 +304,14 @@ def _report(generations: list[_Generation], steps: list[StepExecuted]) -> dict[s
         "total_ms": round(seconds * 1e3, 3),
         "tokens_per_second": round(num_tokens / max(seconds, 1e-9), 3),
     }
+
+
+def _in_flags(error: RequestError, prompt: str | None) -> str:
+    """Says what is wrong with a request, whose prompt may have been a text, by the names that the command has for it."""
+    name, *index = error.parameter.partition("[")
+    if name == "prompt_ids" and prompt is not None:
+        return f"--prompt: {error.problem}"
+    return f"--{_FLAGS.get(name, name).replace('_', '-')}{''.join(index)}: {error.problem}"
 
 
 def _one_line(text: str) -> str:

@@ -98,6 +98,12 @@ def test_prompts_go_through_the_models_chat_template_unless_told_otherwise(
     assert json.loads(capsys.readouterr().out)["results"][0]["prompt_ids"] == inner.encode(prompt).ids
 
 
+def test_a_text_that_can_not_be_served_is_named_by_its_own_flag(address: str, tokenizer_dir: Path, capsys: Output) -> None:
+    arguments = ["--tokenizer", str(tokenizer_dir), "--prompt", "", "--no-chat"]
+    assert cli.main(["generate", "--address", address, *arguments]) == 1
+    assert ": --prompt: found no token, expected at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -105,8 +111,11 @@ def test_prompts_go_through_the_models_chat_template_unless_told_otherwise(
         (["--prompt", "x"], 2, "--prompt needs --tokenizer"),
         (["--prompt", "x", "--tokenizer", "/nowhere"], 1, "/nowhere: not found"),
         (["--prompt-ids", "1,x"], 2, "--prompt-ids: '1,x' is not a list of token ids"),
-        (["--prompt-ids", "1", "--temperature", "-1"], 2, "temperature: found -1.0, expected 0 or at least 1e-5"),
-        (["--prompt-ids", "1000"], 1, "prompt_ids[0]: found 1000, expected 0 .. 999"),
+        (["--prompt-ids", "1", "--temperature", "-1"], 2, " --temperature: found -1.0, expected 0 or at least 1e-5"),
+        (["--prompt-ids", "1", "--top-k", "-1"], 2, " --top-k: found -1, expected at least 0"),
+        (["--prompt-ids", "1", "--logprobs", "21"], 2, " --logprobs: found 21, expected -1 .. 20"),
+        (["--prompt-ids", "1000"], 1, ": --prompt-ids[0]: found 1000, expected 0 .. 999"),
+        (["--prompt-ids", "1", "--prompt-ids", ","], 1, ": prompt 2: --prompt-ids: found no token, expected at least 1"),
         (["--prompt-ids", "1", "--address", "127.0.0.1:1", "--timeout", "0.2"], 1, "not reachable after 0.2 s"),
     ],
 )

@@ -168,19 +168,19 @@ class Scheduler:
         request.sampling.check()
         request.sampling.check_capabilities(self.info.capabilities)
         if self._settings.num_drafts and "draft_lens" not in self.info.capabilities:
-            raise RequestError(f"num_drafts: found {self._settings.num_drafts}, but this worker does not verify drafts")
+            raise RequestError("num_drafts", f"found {self._settings.num_drafts}, but this worker does not verify drafts")
         vocab_size, max_model_len = self.info.model.vocab_size, self.info.model.max_model_len
         if not request.prompt_ids:
-            raise RequestError("prompt_ids: found no token, expected at least 1")
+            raise RequestError("prompt_ids", "found no token, expected at least 1")
         if request.max_tokens < 1:
-            raise RequestError(f"max_tokens: found {request.max_tokens}, expected at least 1")
+            raise RequestError("max_tokens", f"found {request.max_tokens}, expected at least 1")
         for position, token_id in enumerate(request.prompt_ids):
             if not 0 <= token_id < vocab_size:
-                raise RequestError(f"prompt_ids[{position}]: found {token_id}, expected 0 .. {vocab_size - 1}")
+                raise RequestError(f"prompt_ids[{position}]", f"found {token_id}, expected 0 .. {vocab_size - 1}")
         if len(request.prompt_ids) > max_model_len:
-            raise RequestError(f"prompt_ids: found {len(request.prompt_ids)} tokens, the model takes {max_model_len}")
+            raise RequestError("prompt_ids", f"found {len(request.prompt_ids)} tokens, the model takes {max_model_len}")
         if misfit := self._misfit(request):
-            raise RequestError(misfit)
+            raise RequestError("max_tokens", misfit)
 
     def _misfit(self, request: Request) -> str:
         """Says why the request could never have all the blocks that it may need, or "" if it could."""

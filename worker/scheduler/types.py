@@ -17,7 +17,17 @@ class FinishReason(StrEnum):
 
 
 class RequestError(ValueError):
-    """A request can't be served by this worker."""
+    """A request can't be served by this worker.
+
+    Attributes:
+        parameter: the field of `Request`, `Sampling` or `SchedulerSettings`, with an index where it is one of several.
+        problem: what was found there, and what is expected.
+    """
+
+    def __init__(self, parameter: str, problem: str) -> None:
+        super().__init__(f"{parameter}: {problem}")
+        self.parameter = parameter
+        self.problem = problem
 
 
 class WorkerChangedError(Exception):
@@ -62,14 +72,15 @@ class Sampling:
         }
         for name, (is_right, expected) in checks.items():
             if not is_right:
-                raise RequestError(f"{name}: found {getattr(self, name)}, expected {expected}")
+                raise RequestError(name, f"found {getattr(self, name)}, expected {expected}")
 
     def check_capabilities(self, capabilities: Collection[str]) -> None:
         """Raises RequestError where the worker does not implement what is asked for: it would refuse the whole step."""
         if self.num_logprobs >= 0 and "sampling.num_logprobs" not in capabilities:
-            raise RequestError(f"num_logprobs: found {self.num_logprobs}, but this worker does not implement it")
+            raise RequestError("num_logprobs", f"found {self.num_logprobs}, but this worker does not implement it")
         if self.has_penalties and "history" not in capabilities:
-            raise RequestError("presence, frequency, repetition: this worker does not implement penalties")
+            name = "presence" if self.presence else "frequency" if self.frequency else "repetition"
+            raise RequestError(name, f"found {getattr(self, name)}, but this worker does not implement penalties")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
