@@ -37,8 +37,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
         "profile",
         help="show where the time of a step goes",
         description="Builds a worker's engine in this process, without a server, runs one step again and again, and shows its time "
-        "by op, with what reading the weights would take at least. Writes a Chrome trace of the measured steps, for "
-        "chrome://tracing or https://ui.perfetto.dev.",
+        "by op, with what reading the weights would take at least. --output writes a Chrome trace of the measured steps.",
     )
     add = parser.add_argument
     add("--batch", type=checked_type(positive_int), default=1, metavar="N", help="sequences of the step")
@@ -53,19 +52,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
     )
     add("--steps", type=checked_type(positive_int), default=10, metavar="N", help="measured steps")
     add("--rows", type=checked_type(positive_int), default=12, metavar="N", help="rows of the table")
-    add("--output", type=Path, default=Path("modelworker-profile.json"), metavar="FILE", help="where the Chrome trace goes")
+    add("--output", type=Path, metavar="FILE", help="write a trace for chrome://tracing or https://ui.perfetto.dev")
     add("--json", action="store_true", help="print one JSON object, with all ops")
     add_settings(parser, WorkerSettings)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints a table or JSON, and writes the trace."""
+    """Measures, prints a table or JSON, and writes the trace if one is asked for."""
     settings = read_settings(WorkerSettings, arguments)
     if not settings.model.model:
         arguments.parser.error("no model: give --model DIR or set MODELWORKER_MODEL")
     check_model_path(settings.model.model)
-    _check_output(arguments.output)
+    if arguments.output is not None:
+        _check_output(arguments.output)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
     engine = build_engine(find_model(settings, progress), progress, Counters())
@@ -75,16 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
     with progress.stage("measuring"):
         limits = _limits(engine, settings, progress)
         profile = profile_step(engine, batch, way, limits, num_steps=arguments.steps)
-    try:
-        arguments.output.write_text(json.dumps(profile.trace))
-    except OSError as error:
-        raise SetupError(f"--output {arguments.output}: can't be written: {error.strerror}") from error
+    if arguments.output is not None:
+        _write_trace(profile, arguments.output)
     if arguments.json:
         print(json.dumps(as_record(profile, case, engine)))
     else:
         print(f"{case}, {engine.description.model.name} in {engine.description.model.dtype}")
         print(format_profile(profile, limits, arguments.rows))
-        print(f"trace: {arguments.output} (chrome://tracing, https://ui.perfetto.dev)")
+        if arguments.output is not None:
+            print(f"trace: {arguments.output} (chrome://tracing, https://ui.perfetto.dev)")
     return 0
 
 
@@ -150,6 +149,13 @@ def _check_output(path: Path) -> None:
     """Finds out before anything is loaded whether the trace has a place."""
     if path.is_dir() or not path.parent.is_dir():
         raise SettingsError(f"--output {path}: is no place for a file")
+
+
+def _write_trace(profile: StepProfile, path: Path) -> None:
+    try:
+        path.write_text(json.dumps(profile.trace))
+    except OSError as error:
+        raise SetupError(f"--output {path}: can't be written: {error.strerror}") from error
 
 
 def _case(arguments: argparse.Namespace, engine: Engine) -> StepCase:

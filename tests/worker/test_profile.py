@@ -3,6 +3,8 @@
 import gc
 import json
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -216,6 +218,33 @@ def test_the_command_prints_a_table_and_writes_the_trace(
     assert lines[1].startswith("ran FULL")
     assert lines[-1].startswith(f"trace: {path}")
     check_trace(json.loads(path.read_text()))
+
+
+def test_the_command_as_a_process_prints_only_the_table_and_leaves_no_file(model: Path, tmp_path: Path) -> None:
+    """Torch's profiler, which starts once in a process, has lines of its own; and a trace is written where one is asked for."""
+    words = [
+        "profile",
+        "--model",
+        str(model),
+        "--num-blocks",
+        "32",
+        "--max-sequences",
+        "4",
+        "--max-tokens-per-step",
+        "16",
+        "--enforce-eager",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "modelworker.worker.cli", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[0].startswith("decode 1 x 1, context 63, tiny")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_prints_json_of_a_prefill_by_plain_modules(
