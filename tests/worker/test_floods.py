@@ -108,9 +108,9 @@ def test_two_hundred_clients_of_every_kind_for_a_minute_leave_good_ones_right_an
         outcomes = json.loads(clients.communicate()[0])
         assert clients.returncode == 0
         print(outcomes, f"health at most {max(seconds):.2f} s at slowness {slow:.1f}")
-        assert outcomes["good right"] > 400
+        assert outcomes["good right"] > 400 / slow
         assert {name for name in outcomes if name.startswith("good")} <= {"good right", "good RESOURCE_EXHAUSTED"}
-        assert outcomes["stream right"] > 100
+        assert outcomes["stream right"] > 100 / slow
         in_band = {name for name in outcomes if name.startswith("stream")}
         assert in_band <= {"stream right", "stream bad 3", "stream good 8", "stream bad 8"}
         refused = {name for name in outcomes if name.startswith(("bad", "huge"))}
@@ -214,13 +214,25 @@ async def test_a_step_while_the_worker_starts_is_unavailable_without_being_parse
 
 @async_test
 async def test_of_many_refused_calls_ten_lines_a_second_are_written_and_the_others_told_as_a_number(capfd):
+    lines = []
+
+    def num_told() -> int:
+        lines.extend(map(json.loads, capfd.readouterr().err.splitlines()))
+        refused, told = lines_of("call refused"), lines_of("more calls refused")
+        return len(refused) + sum(line["suppressed"] for line in told)
+
+    def lines_of(event: str) -> list[dict[str, object]]:
+        return [line for line in lines if line["event"] == event]
+
     async with running_server() as running:
+        begun = time.monotonic()
         await asyncio.gather(*(running.stub.ExecuteStep(step_request([-5])) for _ in range(50)), return_exceptions=True)
-        await asyncio.sleep(1.3)
-    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
-    refused = [line for line in lines if line["event"] == "call refused"]
-    told = [line for line in lines if line["event"] == "more calls refused"]
-    assert 10 <= len(refused) <= 30
-    assert len(refused) + sum(line["suppressed"] for line in told) == 50
-    assert {(line["method"], line["code"]) for line in told} == {("ExecuteStep", "INVALID_ARGUMENT")}
+        seconds = time.monotonic() - begun
+        while num_told() < 50:
+            await asyncio.sleep(0.1)
+    assert num_told() == 50
+    assert 10 <= len(lines_of("call refused")) <= 10 * (2 + int(seconds))
+    told = lines_of("more calls refused")
+    assert {(line["method"], line["code"]) for line in told} <= {("ExecuteStep", "INVALID_ARGUMENT")}
+    assert len(told) > 0 or seconds > 5
     assert not any("step_id" in line for line in told)
