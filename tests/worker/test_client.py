@@ -394,9 +394,9 @@ async def test_waiting_ends_when_the_engine_is_built_and_not_when_the_port_is_op
 
         async with running_server(build=build, wait_ready=False) as worker, AsyncClient(worker.address) as client:
             waiting = asyncio.create_task(client.wait_ready(20, states.append))
-            await asyncio.sleep(0.5)
+            while "not ready" not in states:
+                await asyncio.sleep(0.01)
             assert not waiting.done()
-            assert states[-1] == "not ready"
             with pytest.raises(WorkerUnavailableError, match="starting"):
                 await client.info()
             built.set()
@@ -550,10 +550,12 @@ async def test_a_busy_worker_is_asked_again_when_it_says() -> None:
         worker.engine.before_step = gate
         limit = (await client.info()).limits.max_steps_in_flight
         others = [asyncio.create_task(client.execute(one_row([7]))) for _ in range(limit)]
-        await gate.wait_entered()
+        while worker.server.executor.num_steps_in_flight < limit:
+            await asyncio.sleep(0.01)
         session = await AsyncFencedSession.open(client)
         waiting = asyncio.create_task(session.execute(one_row(TOKENS)))
-        await asyncio.sleep(0.2)
+        while 'rpcs_total{code="RESOURCE_EXHAUSTED",method="ExecuteStep"}' not in worker.server.counters.snapshot():
+            await asyncio.sleep(0.01)
         assert not waiting.done()
         gate.open()
         assert (await waiting).tokens_of_rows == [[18]]

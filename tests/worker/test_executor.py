@@ -32,6 +32,7 @@ from modelworker_testing.executor_world import (
     settle,
     step_of,
     trial,
+    until,
     worker,
 )
 
@@ -414,22 +415,21 @@ def test_an_engine_that_outlives_the_event_loop_ends_quietly() -> None:
 
 def test_a_step_over_the_limit_is_a_stall_until_it_ends_and_an_idle_worker_is_none() -> None:
     async def main() -> None:
-        async with worker(stall_seconds=0.2) as world:
-            await asyncio.sleep(0.25)
+        async with worker(stall_seconds=1.0) as world:
+            await asyncio.sleep(1.1)
             assert not world.executor.stalled
             gate = Gate(world.engine)
             tasks = [world.send(trial()), world.send(trial())]
             await gate.arrival()
             assert not world.executor.stalled
-            await asyncio.sleep(0.25)
-            assert world.executor.stalled
+            await until(lambda: world.executor.stalled)
             assert world.executor.is_alive
             gate.let_one_pass()
             await gate.arrival()
             assert not world.executor.stalled
             gate.open()
             await asyncio.gather(*tasks)
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(1.1)
             assert not world.executor.stalled
 
     run(main())
@@ -442,8 +442,7 @@ def test_clearing_the_cache_after_a_fault_can_stall_too() -> None:
             world.engine.before_reset = lambda: go_on.wait(PATIENCE_SECONDS)
             Gate(world.engine).let_one_pass(RuntimeError())
             await error_of(world.executor.submit(trial()))
-            await asyncio.sleep(0.25)
-            assert world.executor.stalled
+            await until(lambda: world.executor.stalled)
             go_on.set()
 
     run(main())

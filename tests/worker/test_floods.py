@@ -22,6 +22,7 @@ from modelworker_testing.checkpoints import save_table_model, save_tiny
 from modelworker_testing.crowd import NUM_BLOCKS, WANTED
 from modelworker_testing.flood import NUM_BYTES, NUM_CLIENTS, NUM_STEPS
 from modelworker_testing.serving import SERVING, Gate, SumEngine, async_test, running_server, status_details, step_request
+from modelworker_testing.slowness import slowness
 from modelworker_testing.worker_process import WorkerProcess, worker_process
 
 MIB = 2**20
@@ -44,14 +45,6 @@ class Memory:
 
     def bytes_of(self, name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in self._status.read_text().splitlines() if line.startswith(name))
-
-
-def slowness() -> float:
-    """How much longer than its CPU time a computation takes now, because others compute too: at least 1."""
-    begun, cpu_begun = time.perf_counter(), time.thread_time()
-    while time.thread_time() - cpu_begun < 0.02:
-        pass
-    return max(1.0, (time.perf_counter() - begun) / (time.thread_time() - cpu_begun))
 
 
 def watch_health(address: str, process: subprocess.Popen[str]) -> tuple[list[float], float]:

@@ -168,10 +168,14 @@ async def test_the_deadline_of_the_rpc_itself_holds_in_the_queue():
         gate = running.engine.before_step = Gate()
         first = asyncio.ensure_future(running.stub.ExecuteStep(step_request()))
         await gate.wait_entered()
+        second = asyncio.ensure_future(running.stub.ExecuteStep(step_request([9]), timeout=1.0))
+        while running.server.executor.num_steps_in_flight < 2:
+            await asyncio.sleep(0.01)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await running.stub.ExecuteStep(step_request([9]), timeout=0.1)
+            await second
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await asyncio.sleep(0.1)
+        while running.server.executor.num_steps_in_flight > 1:
+            await asyncio.sleep(0.01)
         gate.open()
         await first
         assert len(running.engine.executed) == 1
@@ -184,6 +188,8 @@ async def test_steps_behind_a_cancelled_one_are_answered_as_cancelled_and_not_ex
         first = asyncio.ensure_future(running.stub.ExecuteStep(await sequenced(running, 1)))
         await gate.wait_entered()
         second = running.stub.ExecuteStep(await sequenced(running, 2))
+        while running.server.executor.num_steps_in_flight < 2:
+            await asyncio.sleep(0.01)
         third = asyncio.ensure_future(running.stub.ExecuteStep(await sequenced(running, 3)))
         while running.server.executor.num_steps_in_flight < 3:
             await asyncio.sleep(0.01)

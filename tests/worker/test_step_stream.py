@@ -18,6 +18,7 @@ from modelworker.worker.server import ExitCode
 from modelworker.worker.settings import FencingSettings, ServerSettings, StepSettings, WorkerSettings
 from modelworker.worker.statuses import INTERNAL_TEXT
 from modelworker_testing.serving import Gate, Running, SumEngine, async_test, running_server, status_details, step_request
+from modelworker_testing.slowness import slowness
 
 PATIENCE_SECONDS = 30
 EXECUTE_STEPS = "/modelworker.v1.ModelWorker/ExecuteSteps"
@@ -225,10 +226,11 @@ async def test_a_client_that_never_reads_is_held_up_while_others_are_served(capf
                 num_sent += 2
 
         flooding = asyncio.ensure_future(flood())
-        before = -1
-        while num_sent != before:  # Until nothing moves any more.
+        before, num_looks = -1, 0
+        while num_looks < 4:  # Until nothing moves any more.
+            num_looks = num_looks + 1 if num_sent == before else 0
             before = num_sent
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1 * slowness())
         outcomes = [count(running, f'stream_steps_total{{code="{name}"}}') for name in ("OK", "RESOURCE_EXHAUSTED")]
         assert 8 <= sum(outcomes) < min(2000, num_sent)
         assert list((await running.stub.ExecuteStep(step_request())).sampled_ids) == [6]
@@ -251,8 +253,8 @@ async def test_steps_of_a_stream_take_room_like_calls_until_they_have_an_outcome
             await running.stub.ExecuteStep(large_step())
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         gate.open()
-        await wait_for(lambda: len(running.engine.executed) == 4)
-        await asyncio.sleep(0.05)
+        await wait_for(lambda: running.server.executor.num_steps_in_flight == 0)
+        await asyncio.sleep(0.01)  # One turn of the loop, in which the outcomes reach the stream.
         await asyncio.gather(*(running.stub.ExecuteStep(large_step()) for _ in range(4)))
         answers = await stream.receive_all(5)
         assert [code(answer) for answer in answers] == ["OK"] * 4 + ["RESOURCE_EXHAUSTED"]
@@ -335,7 +337,7 @@ async def test_the_timeout_of_an_item_holds_in_the_queue_and_for_no_other_item()
 async def test_the_streams_own_deadline_ends_it_and_withdraws_what_is_queued() -> None:
     async with running_server() as running:
         gate = running.engine.before_step = Gate()
-        call = running.channel.stream_stream(EXECUTE_STEPS, None, pb.ExecuteStepsResponse.FromString)(timeout=0.3)
+        call = running.channel.stream_stream(EXECUTE_STEPS, None, pb.ExecuteStepsResponse.FromString)(timeout=1.0)
         for _ in range(3):
             await call.write(step_request().SerializeToString())
         await gate.wait_entered()
@@ -484,7 +486,9 @@ async def test_random_and_cut_off_items_are_each_answered_in_their_turn_and_the_
             case _:
                 return good + chance.randbytes(chance.randrange(1, 50))
 
-    async with running_server(WorkerSettings(server=ServerSettings(log_level="error"))) as running:
+    # Of the spoiled items some are steps, too: all may be in flight at once.
+    settings = WorkerSettings(server=ServerSettings(log_level="error"), fencing=FencingSettings(max_steps_in_flight=600))
+    async with running_server(settings) as running:
         stream = Stream(running)
         items = [item for _ in range(300) for item in (spoiled(), good)]
 

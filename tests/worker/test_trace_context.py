@@ -42,6 +42,6 @@ def test_what_is_no_trace_context_has_none(traceparent: str) -> None:
 
 
 def test_a_megabyte_is_refused_without_being_read() -> None:
-    begun = time.perf_counter()
+    begun = time.thread_time()
     assert trace_id_of(TRACE + "-" + "x" * 10_000_000) == ""
-    assert time.perf_counter() - begun < 0.05
+    assert time.thread_time() - begun < 0.05

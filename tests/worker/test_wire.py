@@ -491,9 +491,9 @@ def test_a_field_with_another_wire_type_is_refused_by_its_name() -> None:
 @pytest.mark.parametrize("unknown", [b"\xf8\x07\x01", b"\xfb\x07\xfc\x07"], ids=["numbers", "groups"])
 def test_millions_of_unknown_fields_are_refused_at_once(unknown: bytes) -> None:
     request = pb.ExecuteStepRequest.FromString(decode_of(1).SerializeToString() + unknown * 2_000_000)
-    begun = time.perf_counter()
+    begun = time.thread_time()
     assert "127" in violations_of(request)
-    assert time.perf_counter() - begun < 0.5
+    assert time.thread_time() - begun < 0.5
 
 
 # -- what is said --
@@ -533,17 +533,17 @@ def test_the_text_of_the_error_says_all_of_it() -> None:
 
 def test_a_step_with_millions_of_rows_is_refused_at_once_for_their_number_alone() -> None:
     request = pb.ExecuteStepRequest.FromString(b"\x42" + varint(40_000_000) + bytes(40_000_000))
-    begun = time.perf_counter()
+    begun = time.thread_time()
     assert list(violations_of(request)) == ["query_lens"]
-    assert time.perf_counter() - begun < 1.0
+    assert time.thread_time() - begun < 1.0
 
 
 def test_a_huge_malformed_step_is_refused_at_once() -> None:
     request = step_request((-1, 1, [0]))
     request.MergeFromString(b"\x52" + varint(40_000_000) + b"\xff" * 40_000_000)
-    begun = time.perf_counter()
+    begun = time.thread_time()
     assert list(violations_of(request)) == ["token_ids"]
-    assert time.perf_counter() - begun < 1.0
+    assert time.thread_time() - begun < 1.0
 
 
 # -- reset --

@@ -172,9 +172,9 @@ def test_the_rest_of_a_step_is_no_larger_for_what_is_said_of_single_tokens() -> 
     "raw", [b"\xff" * 30_000_000, b"\x0a" * 30_000_000, b"\x52\xff\xff\xff\x7f" + bytes(30_000_000), bytes(30_000_000)]
 )
 def test_large_nonsense_is_refused_at_once(raw: bytes) -> None:
-    begun = time.perf_counter()
+    begun = time.thread_time()
     assert "request" in size_violations_of(raw)
-    assert time.perf_counter() - begun < 0.1
+    assert time.thread_time() - begun < 0.1
 
 
 def test_a_request_that_is_no_step_may_have_a_mebibyte() -> None:

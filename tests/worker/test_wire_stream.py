@@ -33,7 +33,7 @@ def test_anything_that_is_no_message_has_numbers_that_fit_an_answer(raw: bytes) 
 def test_numbers_behind_many_fields_cost_no_time() -> None:
     tag = pb.ExecuteStepRequest.DESCRIPTOR.fields_by_name["query_lens"].number << 3 | 5
     raw = (varint(tag) + bytes(4)) * 10**6 + pb.ExecuteStepRequest(client_tag=7).SerializeToString()
-    begun = time.perf_counter()
+    begun = time.thread_time()
     assert read_step_numbers(raw) == (0, 0)
     # All of them take half a second.
-    assert time.perf_counter() - begun < 0.05
+    assert time.thread_time() - begun < 0.05

@@ -286,5 +286,11 @@ async def settle(*tasks: "asyncio.Task[Any]") -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for a state that another thread or time brings about. One that never comes lets the test hang, and fail, see `run`."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
 def token(answer: Answer) -> int:
     return int(answer.result.sampled_ids[0])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from modelworker.worker.client import Client
 
-_START_SECONDS = 120.0
+_START_SECONDS = 300.0
 _STOP_SECONDS = 60.0
 
 

@@ -1,0 +1,18 @@
+"""How much slower a machine is because others compute on it, for tests that bound a time."""
+
+import time
+from pathlib import Path
+
+
+def slowness() -> float:
+    """How much longer than its CPU time a computation takes now: at least 1."""
+    begun, cpu_begun = time.perf_counter(), time.thread_time()
+    while time.thread_time() - cpu_begun < 0.02:
+        pass
+    return max(1.0, (time.perf_counter() - begun) / (time.thread_time() - cpu_begun))
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process that are there, which others on the machine do not lengthen."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
