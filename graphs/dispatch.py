@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey, StepShape, fits
-from modelworker.graphs.sizes import graph_keys
+from modelworker.graphs.sizes import gaps, graph_keys
 
 _logger = logging.getLogger(__name__)
 
@@ -25,7 +25,9 @@ class Reason(StrEnum):
     EMPTY = "empty"
     """The step has no tokens: there was nothing to run."""
     DISABLED = "disabled"
-    """Nothing is captured, by the settings or for want of what it takes, which the worker's degradations name."""
+    """By the settings, nothing is captured."""
+    NO_KERNELS = "no_kernels"
+    """There are no kernels that graphs could be made of; the worker's degradations say why."""
     NOT_DECODE = "not_decode"
     """A row has no context, or a query length which is none of decode: it prefills. FULL serves decode rows only."""
     NOT_UNIFORM = "not_uniform"
@@ -58,17 +60,24 @@ class Choice(NamedTuple):
 class Dispatcher:
     """Chooses a graph for each step.
 
+    Args:
+        settings: what is captured.
+        why_none: what steps are told where the settings' mode is NONE.
+
     Attributes:
         settings: what is captured.
         keys: of all graphs, in the order of capture.
     """
 
-    def __init__(self, settings: GraphSettings) -> None:
+    def __init__(self, settings: GraphSettings, *, why_none: Reason = Reason.DISABLED) -> None:
         self.settings = settings
         self.keys = graph_keys(settings)
+        self._why_none = why_none
         self._obstacles: dict[RuntimeMode, Reason] = {}
         self._candidates = _candidates(self.keys)
-        self._has_warned = False
+        self._has_told = False
+        # What default sizes leave out, they leave out on purpose.
+        self._told_level = logging.WARNING if any(gap.is_chosen for gap in gaps(settings)) else logging.INFO
 
     def choose(self, shape: StepShape) -> Choice:
         """Hot path: returns the graph that runs a step, FULL before PIECEWISE, the smallest that fits; none, if none does."""
@@ -114,10 +123,10 @@ class Dispatcher:
         elif mode.decode_mode is not RuntimeMode.NONE:
             reason = self._why_not_full(shape)
         else:
-            reason = Reason.DISABLED
-        if reason is Reason.OVER_MAX and not self._has_warned:
-            self._has_warned = True
-            _logger.warning("a step of %d tokens, %d sequences is larger than the largest graph", *shape[:2])
+            reason = self._why_none
+        if reason is Reason.OVER_MAX and not self._has_told:
+            self._has_told = True
+            _logger.log(self._told_level, "a step of %d tokens, %d sequences is larger than the largest graph", *shape[:2])
         return self._obstacles.get(RuntimeMode.NONE, reason)
 
 

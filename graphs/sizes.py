@@ -72,11 +72,13 @@ class Gap:
         uniform_query_len: of a decode batch; None: of any mix.
         largest_captured: tokens of the largest graph of the kind.
         largest_allowed: tokens of the largest batch of the kind.
+        is_chosen: whether sizes that the settings name leave them out; the default ones end where launches cost little.
     """
 
     uniform_query_len: int | None
     largest_captured: int
     largest_allowed: int
+    is_chosen: bool
 
     def __str__(self) -> str:
         kind = "mixed batches" if self.uniform_query_len is None else f"decode batches of query length {self.uniform_query_len}"
@@ -89,8 +91,10 @@ def gaps(settings: GraphSettings) -> tuple[Gap, ...]:
     if settings.mode.decode_mode is RuntimeMode.FULL:
         for query_len in settings.decode_query_lens:
             ends = full_sizes(settings, query_len)[-1], settings.largest_decode_batch(query_len)
-            found.append(Gap(uniform_query_len=query_len, largest_captured=ends[0], largest_allowed=ends[1]))
+            is_chosen = settings.decode_sizes is not None
+            found.append(Gap(uniform_query_len=query_len, largest_captured=ends[0], largest_allowed=ends[1], is_chosen=is_chosen))
     if settings.mode.mixed_mode is not RuntimeMode.NONE:
         ends = mixed_sizes(settings)[-1], settings.max_tokens_per_step
-        found.append(Gap(uniform_query_len=None, largest_captured=ends[0], largest_allowed=ends[1]))
+        is_chosen = settings.mixed_sizes is not None
+        found.append(Gap(uniform_query_len=None, largest_captured=ends[0], largest_allowed=ends[1], is_chosen=is_chosen))
     return tuple(gap for gap in found if gap.largest_captured < gap.largest_allowed)

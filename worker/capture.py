@@ -10,7 +10,7 @@ from torch import Tensor
 from modelworker.graphs.backend import GraphBackend
 from modelworker.graphs.cpu_backend import CpuGraphBackend
 from modelworker.graphs.cuda_backend import CudaGraphBackend
-from modelworker.graphs.dispatch import Dispatcher
+from modelworker.graphs.dispatch import Dispatcher, Reason
 from modelworker.graphs.full import FullGraphs
 from modelworker.graphs.graph_set import CaptureReport, GraphMemoryError, GraphSet, Program
 from modelworker.graphs.piecewise import PiecewiseGraphs, Stage
@@ -77,6 +77,7 @@ def graphs_of_device(
 def capture_decoder(
     settings: GraphSettings,
     *,
+    why_none: Reason,
     model: CausalLM,
     kv_cache: KvCache,
     buffers: StepBuffers,
@@ -89,6 +90,7 @@ def capture_decoder(
 
     Args:
         settings: what is captured.
+        why_none: why not, where that is nothing.
         model: with its weights.
         kv_cache: whose addresses go into the graphs.
         buffers: whose addresses go into the graphs.
@@ -101,7 +103,7 @@ def capture_decoder(
         SettingsError: graphs don't fit into the memory that is left.
     """
     plain = plain_decoder(model, kv_cache)
-    dispatcher = Dispatcher(settings)
+    dispatcher = Dispatcher(settings, why_none=why_none)
     backend = _backend(device, kernels)
     obstacle = full_obstacle(model, device)
     graphs = None if backend is None else GraphSet(backend=backend, programs=_programs(settings, plain, compiled, device, obstacle))
@@ -120,7 +122,7 @@ def capture_decoder(
         report = _capture(graphs, runner, advance)
     findings = [f"{len(report.captured)} graphs were captured in {report.seconds:.1f} s"]
     for gap in gaps(settings):
-        _logger.warning("%s: they run slower", gap)
+        _logger.log(logging.WARNING if gap.is_chosen else logging.INFO, "%s", gap)
         findings.append(str(gap))
     failures = tuple(Degradation(reason="capture_failed", message=str(failure)) for failure in report.failures)
     return Captured(runner=runner, num_bytes=report.num_bytes, findings=tuple(findings), degradations=failures)

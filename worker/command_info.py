@@ -1,8 +1,11 @@
 """`modelworker info`: what a running worker is and can, as a table or as JSON."""
 
 import argparse
+import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
+from itertools import groupby
 
 from google.protobuf import json_format
 
@@ -14,7 +17,11 @@ from modelworker.worker.terminal import format_bytes, format_table
 
 _EXIT_OK = 0
 _EXIT_FAILED = 1
-_MAX_VALUE_CHARACTERS = 90
+_DEFAULT_COLUMNS = 120
+# Narrower, a text is hard to read, and lines that wrap by themselves are better.
+_MIN_VALUE_CHARACTERS = 40
+# Stands for a space at which no line ends.
+_FIRM_SPACE = "\0"
 
 _Section = tuple[str, list[tuple[str, str]]]
 
@@ -44,21 +51,37 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json_format.MessageToJson(info, always_print_fields_with_no_presence=True))
     else:
-        print(format_ops(info) if arguments.ops else format_info(info))
+        columns = shutil.get_terminal_size((_DEFAULT_COLUMNS, 0)).columns
+        print(format_ops(info) if arguments.ops else format_info(info, columns))
     return _EXIT_OK
 
 
-def format_info(info: WorkerInfo) -> str:
-    """Returns WorkerInfo as text for people: one titled block of aligned lines for each of its parts."""
-    sections = [_state(info), _model(info), _kv_cache(info), _limits(info), _execution(info), _checks(info)]
+def format_info(info: WorkerInfo, columns: int = _DEFAULT_COLUMNS) -> str:
+    """Returns WorkerInfo as text for people: one titled block of aligned lines for each of its parts.
+
+    What isn't as it should be comes first, what is long last.
+
+    Args:
+        info: what a worker says.
+        columns: of the terminal; longer texts go on in the next line, but words and counters are not cut.
+    """
+    sections = [_state(info), _degradations(info), _model(info), _kv_cache(info), _limits(info), _checks(info), _execution(info)]
     sections.append(("versions", sorted(info.versions.items())))
     sections.append(("counters", [(key, f"{value:,}") for key, value in sorted(info.counters.items())]))
     # The names of counters are long: each block has columns of its own.
-    blocks = []
-    for title, rows in sections:
-        if rows:
-            blocks.append("\n".join([title, *(f"  {line}" for line in format_table(rows).splitlines())]))
-    return "\n\n".join(blocks)
+    return "\n\n".join(_block(title, rows, columns) for title, rows in sections if rows)
+
+
+def _block(title: str, rows: list[tuple[str, str]], columns: int) -> str:
+    indent = "  "
+    room = max(columns - len(indent) - max(len(name) for name, _ in rows) - 2, _MIN_VALUE_CHARACTERS)
+    lines = format_table([line for name, text in rows for line in _wrapped(name, text, room)]).splitlines()
+    return "\n".join([title, *(f"{indent}{line}" for line in lines)])
+
+
+def _wrapped(name: str, text: str, room: int) -> list[tuple[str, str]]:
+    first, *others = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+    return [(name, first.replace(_FIRM_SPACE, " ")), *(("", other.replace(_FIRM_SPACE, " ")) for other in others)]
 
 
 def format_ops(info: WorkerInfo) -> str:
@@ -76,6 +99,10 @@ def _state(info: WorkerInfo) -> _Section:
         ("last executed step id", str(info.last_executed_step_id) if info.last_executed_step_id else "none"),
         ("lease holder", str(info.lease_holder) if info.lease_holder else "nobody"),
     ]
+
+
+def _degradations(info: WorkerInfo) -> _Section:
+    return "degraded", [(degradation.reason, degradation.message) for degradation in info.degradations]
 
 
 def _model(info: WorkerInfo) -> _Section:
@@ -127,28 +154,32 @@ def _execution(info: WorkerInfo) -> _Section:
         ("threads", str(execution.num_threads)),
         ("attention", execution.attention),
         ("optimization level", str(execution.optimization_level)),
-        ("graphs", f"{execution.graph_mode}, {len(execution.captured)} captured"),
-        *(("", _captured(size)) for size in execution.captured),
         ("tensor parallel", str(execution.tensor_parallel_size)),
-        *_wrapped("capabilities", ", ".join(info.capabilities) or "none"),
+        ("capabilities", ", ".join(info.capabilities) or "none"),
+        ("graphs", f"{execution.graph_mode}, {len(execution.captured)} captured"),
+        *_ladders(execution.captured),
     ]
 
 
-def _wrapped(name: str, text: str) -> list[tuple[str, str]]:
-    first, *others = textwrap.wrap(text, _MAX_VALUE_CHARACTERS)
-    return [(name, first), *(("", other) for other in others)]
+def _ladders(captured: Sequence[pb.CapturedSize]) -> list[tuple[str, str]]:
+    """Returns a row for each kind of graphs: its sizes in tokens, ascending, and what each costs."""
 
+    def kind(size: pb.CapturedSize) -> tuple[int, int, int]:
+        # Where all rows have one query length, tokens say how many rows there are.
+        return -size.mode, size.uniform_query_len, 0 if size.uniform_query_len else size.num_sequences
 
-def _captured(size: pb.CapturedSize) -> str:
-    mode = pb.GraphMode.Name(size.mode).removeprefix("GRAPH_MODE_")
-    sequences = f", {size.num_sequences} sequences" if size.num_sequences else ""
-    query = f", query length {size.uniform_query_len}" if size.uniform_query_len else ""
-    return f"{mode} {size.num_tokens} tokens{sequences}{query}: {size.cost_ms:.2f} ms"
+    rows = []
+    for (mode, query_len, num_sequences), sizes in groupby(sorted(captured, key=lambda size: (kind(size), size.num_tokens)), kind):
+        name = pb.GraphMode.Name(pb.GraphMode.ValueType(-mode)).removeprefix("GRAPH_MODE_")
+        query = f", query length {query_len}" if query_len else ""
+        sequences = f", up to {num_sequences} sequences" if num_sequences else ""
+        costs = ", ".join(f"{size.num_tokens}:{_FIRM_SPACE}{size.cost_ms:.2f}" for size in sizes)
+        rows.append(("", f"{name}{query}{sequences}, ms by tokens: {costs}"))
+    return rows
 
 
 def _checks(info: WorkerInfo) -> _Section:
     return "checks", [
         ("self-check", "passed" if info.self_check.passed else "NOT PASSED"),
         *(("", finding) for finding in info.self_check.findings),
-        *((f"degraded: {degradation.reason}", degradation.message) for degradation in info.degradations),
     ]

@@ -1,6 +1,7 @@
 """Counters of the worker: named integers with labels, written by the engine thread and the event loop, read by GetWorkerInfo."""
 
 import threading
+from collections.abc import Callable, Mapping
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -22,6 +23,18 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, int] = {}
+        self._followed: list[tuple[str, str, Callable[[], Mapping[str, int]]]] = []
+
+    def follow(self, name: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Has snapshots read a counter where its events are counted already.
+
+        Args:
+            name: of the counter.
+            label: whose values are the keys of what is read.
+            read: returns the counts. Called on any thread; quick, for snapshots are taken on the event loop.
+        """
+        with self._lock:
+            self._followed.append((name, label, read))
 
     def increment(self, name: str, amount: int = 1, /, **labels: object) -> None:
         """Adds to a counter, which starts at 0.
@@ -43,4 +56,7 @@ class Counters:
     def snapshot(self) -> dict[str, int]:
         """Returns all counters by key, in the order of their keys."""
         with self._lock:
-            return dict(sorted(self._values.items()))
+            values, followed = dict(self._values), tuple(self._followed)
+        for name, label, read in followed:
+            values.update({counter_key(name, {label: value}): amount for value, amount in read().items()})
+        return dict(sorted(values.items()))

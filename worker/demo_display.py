@@ -177,7 +177,10 @@ class PaneDisplay:
 
 def step_table(steps: Iterable[StepExecuted]) -> Table:
     """Makes the table of steps; consecutive ones of the same shape share a line, with the median of their times."""
-    table = Table(box=box.SIMPLE_HEAD, title="Steps", title_justify="left", title_style="bold")
+    # Two characters between columns: a table of thousands of steps fits 80 columns.
+    table = Table(
+        box=box.SIMPLE_HEAD, title="Steps", title_justify="left", title_style="bold", collapse_padding=True, pad_edge=False
+    )
     for name in ("step", "tokens", "sequences", "decoding", "mode", "padded to", "ms p50", "ms max"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for _, same in groupby(steps, key=_shape):

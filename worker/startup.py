@@ -108,8 +108,7 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             compiling.watch_triton()
         decoder = prepare_decoder(plan, parts, settings, compiling, progress)
         memory_findings, tightness = budget.judge_graphs(decoder.graph_bytes)
-        for event, amount in compiling.snapshot().items():
-            counters.increment("compile_events_total", amount, event=event)
+        counters.follow("compile_events_total", "event", compiling.snapshot)
         kv_cache.warm_up()
         kv_cache.zero()
         limits = describe_limits(settings)

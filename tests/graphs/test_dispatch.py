@@ -233,13 +233,17 @@ def test_where_full_is_all_there_is_its_obstacle_is_the_reason(mode: str) -> Non
     assert dispatcher.choose(shape_of(DECODE, settings)) == (None, Reason.FAILED_SELF_CHECK)
 
 
-def test_a_step_above_all_graphs_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    dispatcher = Dispatcher(SMALL)
-    with caplog.at_level(logging.WARNING):
+@pytest.mark.parametrize(("mixed_sizes", "level"), [((8,), "WARNING"), (None, "INFO")], ids=["chosen sizes", "default sizes"])
+def test_a_step_above_all_graphs_is_told_of_once_and_a_warning_only_where_sizes_were_chosen(
+    caplog: pytest.LogCaptureFixture, mixed_sizes: tuple[int, ...] | None, level: str
+) -> None:
+    settings = GraphSettings(max_sequences=4, max_tokens_per_step=64, mixed_sizes=mixed_sizes)
+    dispatcher = Dispatcher(settings)
+    with caplog.at_level(logging.INFO):
         for rows in (DECODE, PROMPT, HUGE, HUGE, [(61, 0)]):
-            dispatcher.choose(shape_of(rows, SMALL))
-    assert [record.getMessage() for record in caplog.records] == [
-        "a step of 60 tokens, 1 sequences is larger than the largest graph"
+            dispatcher.choose(shape_of(rows, settings))
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (level, "a step of 60 tokens, 1 sequences is larger than the largest graph")
     ]
 
 
@@ -253,6 +257,10 @@ def test_every_reason_is_given_to_some_step() -> None:
             dispatcher.disable(disabled_mode, reason)
         for rows in ([], DECODE, PROMPT, HUGE, [(1, 5), (3, 5)]):
             given_reasons.add(dispatcher.choose(shape_of(rows, settings)).reason)
+    without_kernels = Dispatcher(
+        GraphSettings(max_sequences=4, max_tokens_per_step=64, mode=GraphMode.NONE), why_none=Reason.NO_KERNELS
+    )
+    given_reasons.add(without_kernels.choose(shape_of(DECODE, SMALL)).reason)
     assert given_reasons == set(Reason)
 
 

@@ -90,14 +90,15 @@ def test_g04_the_largest_decode_batch_is_captured(max_sequences: int, query_len:
 def test_by_default_only_mixed_batches_have_a_gap(settings: GraphSettings) -> None:
     for gap in gaps(settings):
         assert gap.uniform_query_len is None
+        assert not gap.is_chosen
         assert gap.largest_captured >= min(512, settings.max_tokens_per_step, 2 * settings.max_sequences)
 
 
 def test_g04_a_gap_below_the_limits_is_stated() -> None:
     settings = _settings(32, 1024, 1, 17, decode_sizes=(8, 512))
-    assert [str(gap) for gap in gaps(settings)] == [
-        "decode batches of query length 17 of 528 .. 544 tokens have no graph of their kind",
-        "mixed batches of 545 .. 1024 tokens have no graph of their kind",
+    assert [(str(gap), gap.is_chosen) for gap in gaps(settings)] == [
+        ("decode batches of query length 17 of 528 .. 544 tokens have no graph of their kind", True),
+        ("mixed batches of 545 .. 1024 tokens have no graph of their kind", False),
     ]
     assert gaps(_settings(32, 1024, 17, mode=GraphMode.NONE)) == ()
     assert gaps(_settings(64, 128)) == ()

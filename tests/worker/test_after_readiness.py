@@ -16,6 +16,7 @@ from modelworker.graphs.shapes import GraphKey
 from modelworker.ops.cpu.recorder import Recorder
 from modelworker.worker.batch import GraphMode, SamplingBatch, StepBatch, StepResult
 from modelworker.worker.check_batch import CheckRow, CheckSampling, make_check_batch
+from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.settings import ExecutionSettings
 from modelworker.worker.step_runner import PLAIN_WAY, Way
@@ -32,9 +33,15 @@ ALLOWED_GROWTH_BYTES = 20 * 2**20
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def counters() -> Counters:
+    """Of the engine's worker."""
+    return Counters()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, counters: Counters) -> Iterator[Engine]:
     settings = tiny_settings_with(execution=ExecutionSettings(decode_query_lens=DECODE_QUERY_LENS))
-    with engine_of(save_tiny(tmp_path_factory.mktemp("tiny")), settings) as engine:
+    with engine_of(save_tiny(tmp_path_factory.mktemp("tiny")), settings, counters) as engine:
         assert engine.description.degradations == ()
         yield engine
 
@@ -90,13 +97,18 @@ def assert_ran_as_chosen(batch: StepBatch, choice: Choice, result: StepResult) -
     assert result.sequence_errors == ()
 
 
+def compile_events(counters: Counters) -> dict[str, int]:
+    """What a worker's router is told of compiling."""
+    return {key: amount for key, amount in counters.snapshot().items() if key.startswith("compile_events_total")}
+
+
 def captured_modes(engine: Engine) -> set[RuntimeMode]:
     return {key.mode for key in engine.runner.captured}
 
 
 @pytest.mark.parametrize("num_steps", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_steps_of_random_shapes_compile_and_capture_nothing_and_memory_stays_flat(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_steps: int
+    engine: Engine, counters: Counters, monkeypatch: pytest.MonkeyPatch, num_steps: int
 ) -> None:
     recordings: list[object] = []
     record = Recorder.record
@@ -105,7 +117,7 @@ def test_steps_of_random_shapes_compile_and_capture_nothing_and_memory_stays_fla
     assert graphs is not None
     random = np.random.default_rng(num_steps)
     engine.reset_kv_cache()
-    compilations, hits = CompileCounters().process_compilations(), dict(graphs.hits)
+    compilations, hits, events = CompileCounters().process_compilations(), dict(graphs.hits), compile_events(counters)
     modes: set[GraphMode] = set()
     reasons: set[str] = set()
     expected_hits = dict(hits)
@@ -125,11 +137,20 @@ def test_steps_of_random_shapes_compile_and_capture_nothing_and_memory_stays_fla
     growth = resident_bytes() - resident
     print(f"{num_steps} steps: resident memory grew by {growth / 2**20:.1f} MiB; modes {modes}, reasons {reasons}")
     assert CompileCounters().process_compilations() == compilations
+    assert compile_events(counters) == events
     assert recordings == []
     assert graphs.hits == expected_hits
     assert growth < ALLOWED_GROWTH_BYTES
     assert modes == set(GraphMode)
     assert reasons == {"", "empty", "not_decode", "not_uniform", "over_max"}
+
+
+def test_a_compilation_after_readiness_would_be_counted(engine: Engine, counters: Counters) -> None:
+    before = compile_events(counters)
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+    now = compile_events(counters)
+    traced = 'compile_events_total{event="process_dynamo"}'
+    assert now == before | {traced: before[traced] + 1}
 
 
 def test_every_captured_graph_is_hit_by_the_batch_that_it_was_captured_for(engine: Engine) -> None:

@@ -188,7 +188,13 @@ def test_info_shows_everything_that_a_worker_may_say():
         execution=pb.ExecutionInfo(
             device="cuda:0",
             device_name="H200",
-            captured=[pb.CapturedSize(mode=2, num_tokens=8, num_sequences=8, uniform_query_len=1, cost_ms=1.25)],
+            captured=[
+                pb.CapturedSize(mode=1, num_tokens=16, cost_ms=3.5),
+                pb.CapturedSize(mode=2, num_tokens=8, num_sequences=8, uniform_query_len=1, cost_ms=1.25),
+                pb.CapturedSize(mode=2, num_tokens=4, num_sequences=4, uniform_query_len=1, cost_ms=1.0),
+                pb.CapturedSize(mode=2, num_tokens=6, num_sequences=2, uniform_query_len=3, cost_ms=1.5),
+                pb.CapturedSize(mode=2, num_tokens=32, num_sequences=8, cost_ms=4.0),
+            ],
         ),
         self_check=pb.SelfCheck(passed=False, findings=["logits differ"]),
         degradations=[pb.Degradation(reason="no_compiler", message="install g++")],
@@ -199,14 +205,34 @@ def test_info_shows_everything_that_a_worker_may_say():
     for line in (
         "lease holder 9",
         "device cuda:0 (H200)",
-        "FULL 8 tokens, 8 sequences, query length 1: 1.25 ms",
+        "FULL, query length 1, ms by tokens: 4: 1.00, 8: 1.25",
+        "FULL, query length 3, ms by tokens: 6: 1.50",
+        "FULL, up to 8 sequences, ms by tokens: 32: 4.00",
+        "PIECEWISE, ms by tokens: 16: 3.50",
         "self-check NOT PASSED",
         "logits differ",
-        "degraded: no_compiler install g++",
+        "no_compiler install g++",
         "torch 2.13.0",
         'steps_total{mode="NONE"} 1,234',
     ):
         assert line in lines
+    assert lines.index("no_compiler install g++") < lines.index("model")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_info_fits_a_terminal_without_cutting_words_or_numbers(columns: int):
+    captured = [pb.CapturedSize(mode=1 + index % 2, num_tokens=8 * index, cost_ms=index * 10.25) for index in range(1, 90)]
+    info = pb.WorkerInfo(
+        execution=pb.ExecutionInfo(captured=captured),
+        degradations=[pb.Degradation(reason="no_cpu_kernels", message="no compiler: install g++ " * 12)],
+        capabilities=[f"sampling.number_{index}" for index in range(40)],
+    )
+    text = format_info(info, columns)
+    assert max(map(len, text.splitlines())) <= columns
+    for size in captured:
+        assert f"{size.num_tokens}: {size.cost_ms:.2f}" in text
+    for capability in info.capabilities:
+        assert capability in text
 
 
 def test_a_reader_that_goes_away_is_no_traceback(address: str):

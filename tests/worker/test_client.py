@@ -468,7 +468,7 @@ def test_the_blocking_session_survives_cuts_too() -> None:
 async def test_a_step_whose_time_is_up_stays_pending_and_is_settled_by_the_same_request() -> None:
     gate = Gate()
     async with running_server() as worker, AsyncClient(worker.address) as client:
-        session = await AsyncFencedSession.open(client, patience=0.3)
+        session = await AsyncFencedSession.open(client, patience=1.5)
         worker.engine.before_step = gate
         with pytest.raises(CallDeadlineError):
             await session.execute(one_row(TOKENS))

@@ -127,7 +127,7 @@ def test_without_a_compiler_and_with_an_empty_cache_plain_modules_serve_and_what
     with worker_on(model, tmp_path / "cache", counters) as engine:
         tokens, ways = generate(engine)
         assert tokens == expected
-        assert set(ways) == {(GraphMode.NONE, "disabled")}
+        assert set(ways) == {(GraphMode.NONE, "no_kernels")}
         assert {"no_cpu_kernels", "no_graphs"} <= set(reasons(engine)), engine.description.degradations
         assert (engine.description.execution.graph_mode, engine.description.execution.captured) == ("NONE", ())
         for reason in reasons(engine):

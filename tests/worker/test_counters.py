@@ -47,6 +47,19 @@ def test_the_snapshot_is_sorted_and_a_copy():
     assert counters.snapshot()["a"] == 1
 
 
+def test_what_is_counted_elsewhere_is_read_at_each_snapshot():
+    counters, events = Counters(), {"pieces": 3}
+    counters.follow("compile_events_total", "event", lambda: events)
+    counters.increment("a_total")
+    assert counters.snapshot() == {"a_total": 1, 'compile_events_total{event="pieces"}': 3}
+    events |= {"pieces": 4, "cache_misses:none": 1}
+    assert counters.snapshot() == {
+        "a_total": 1,
+        'compile_events_total{event="cache_misses:none"}': 1,
+        'compile_events_total{event="pieces"}': 4,
+    }
+
+
 def test_a_negative_amount_is_refused():
     with pytest.raises(ValueError, match="never fall"):
         Counters().increment("x", -1)

@@ -154,6 +154,15 @@ def test_steps_of_one_shape_in_a_row_share_a_line_of_the_table() -> None:
     ]
 
 
+def test_the_table_of_more_than_a_thousand_steps_fits_80_columns() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(step_table([executed(step_id, 1000, 12345.6) for step_id in range(1000, 1200)]))
+    assert "1000 - 1199" in capture.get()
+    assert "12345.6" in capture.get()
+    assert "…" not in capture.get()
+
+
 @pytest.mark.parametrize(("percent", "value"), [(1, 1), (50, 5), (90, 9), (99, 10), (100, 10)])
 def test_a_percentile_is_a_value_that_was_measured(percent: float, value: float) -> None:
     assert percentile([10, 9, 8, 7, 6, 5, 4, 3, 2, 1], percent) == value

@@ -104,10 +104,10 @@ def test_worker_info_and_answers_say_how_steps_run(model: Path, name: str) -> No
     assert re.search(f"optimization level +{level}\n", text)
     assert f"{graph_mode}, {len(execution.captured)} captured" in text
     for size in execution.captured:
-        assert f"{size.num_tokens} tokens" in text
+        assert f" {size.num_tokens}: {size.cost_ms:.2f}" in text
     if FULL in modes and graph_mode != "FULL":
         # The largest allowed batch is a captured one, whatever the strides of the ladder.
-        assert "FULL 5 tokens, 5 sequences, query length 1: " in text
+        assert re.search(r"FULL, query length 1, ms by tokens: .*\b5: [0-9.]+$", text, re.MULTILINE)
 
 
 def test_each_decode_length_has_a_ladder_of_its_own_up_to_the_largest_batch(model: Path) -> None:
