@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
 import threading
 import weakref
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from modelworker.worker.batch import StepBatch, StepResult
@@ -170,7 +171,7 @@ def test_files_and_a_new_folder_belong_to_the_owner_alone_whatever_the_umask(tmp
     assert [stat.S_IMODE(path.stat().st_mode) for path in world.folder.iterdir()] == [0o600]
 
 
-@pytest.mark.parametrize("limit", [1, 3000, 5000, 20_000])
+@pytest.mark.parametrize("limit", [1, 5000, 7000, 20_000])
 def test_recording_stops_at_its_bound_in_whole_steps_and_says_so(tmp_path: Path, limit: int) -> None:
     world = World(tmp_path / "steps", limit=limit)
     for token in range(1000):
@@ -313,8 +314,27 @@ def test_a_write_that_fails_ends_the_recording_of_the_epoch_and_not_the_worker(t
     assert world.counters.snapshot()['recordings_ended_total{reason="write_failed"}'] == 1
 
 
-@pytest.mark.parametrize("room", [0, 5, 3000, 3010, 3050])
-def test_a_disk_that_becomes_full_leaves_whole_recordings_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def test_a_folder_that_is_removed_ends_the_recording_with_the_next_step_and_one_that_is_back_takes_the_next_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is written into a file that has no name any more is lost without an error."""
+    world = World(tmp_path / "steps")
+    world.step(1)
+    wait_until(lambda: world.counters.snapshot().get("steps_recorded_total") == 1)
+    shutil.rmtree(world.folder)
+    world.step(2)
+    wait_until(lambda: world.counters.snapshot().get('recordings_ended_total{reason="write_failed"}') == 1)
+    assert f"can't write into {world.folder}: the file was removed" in caplog.text
+    world.folder.mkdir()
+    world.engine.reset_kv_cache()
+    world.step(3)
+    assert [tokens_of(steps) for steps in world.read()] == [[([3], [3])]]
+
+
+@pytest.mark.parametrize("room", [0, 5, 5000, 5010, 5050])
+def test_a_disk_that_becomes_full_leaves_whole_recordings_that_say_why_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
     left = room
 
     def write(file: int, content: memoryview) -> int:
@@ -336,6 +356,8 @@ def test_a_disk_that_becomes_full_leaves_whole_recordings_alone(tmp_path: Path, 
     assert [tokens_of(steps) for steps in files] == [[([token], [token]) for token in range(1, num_recorded + 1)]] * bool(
         num_recorded
     )
+    assert bool(files) == (room > 1000)
+    assert all(str(steps[-1]).endswith(": No space left on device") for steps in files)
     for path in world.folder.iterdir():
         file = RecordingFile(path)
         list(file.records())
@@ -415,6 +437,14 @@ def file_of(folder: Path, content: bytes) -> Iterator[RecordingFile]:
     yield RecordingFile(path)
 
 
+@given(why=st.text(max_size=400))
+@example(why="\U0001f600" * 400)
+def test_a_header_has_room_for_why_the_recording_ended(why: str) -> None:
+    ended = encode_header(replace(HEADER, ended=why))
+    assert len(ended) == len(encode_header(HEADER))
+    assert ended.count(b"\n") == 1
+
+
 @given(written=st.lists(records, max_size=5), data=st.data())
 def test_a_file_cut_off_anywhere_gives_the_whole_records_before_the_cut(
     tmp_path_factory: pytest.TempPathFactory, written: list[Record], data: st.DataObject
@@ -466,7 +496,7 @@ def test_a_file_that_is_no_recording_is_refused_with_its_name(tmp_path: Path, co
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
-    with pytest.raises(SettingsError, match=f"--record-steps {tmp_path}: is not empty, expected a new or empty folder"):
+    with pytest.raises(SettingsError, match=f"--record-steps {tmp_path}: is not empty, expected a new or empty folder: .* another"):
         prepare_folder(tmp_path)
 
 

@@ -1,6 +1,6 @@
 """The file of a recording: what a worker executed in one epoch, in the order of execution.
 
-    header     one line of JSON (UTF-8, ends with a line feed): format, version, and what `RecordingHeader` says
+    header     one line of JSON (UTF-8, ends with spaces and a line feed): format, version, and what `RecordingHeader` says
     record     fixed part, little-endian:   kind u8 | seed u64 | time u64 | length of the request u32 | length of the answer u32 |
                                            CRC-32 of these u32
                then the bytes of the request, those of the answer, and the CRC-32 u32 of both, one behind the other
@@ -15,7 +15,8 @@
 
 `seed` is what the engine drew the seeds of rows without one from; `time`, in ns of the worker's monotonic clock, is the moment that
 decided which sequences were idle for so long that their tokens were dropped. A worker that is killed leaves a file whose last
-record may be cut off: what lies before it can be read.
+record may be cut off: what lies before it can be read. Where there is no room for END on the disk, the header says why instead:
+its spaces are room for that.
 """
 
 import json
@@ -23,7 +24,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,6 +40,9 @@ _CHECKSUM = struct.Struct("<I")
 _FIXED_BYTES = _FIXED.size + _CHECKSUM.size
 # A header that is longer than this isn't one.
 _MAX_HEADER_BYTES = 2**20
+# Of the header, for why the recording ended. JSON takes up to 12 bytes for a character.
+_MAX_END_CHARACTERS = 170
+_END_ROOM_BYTES = 12 * _MAX_END_CHARACTERS
 
 
 class RecordKind(IntEnum):
@@ -59,12 +63,14 @@ class RecordingHeader:
         recorded_at: UTC, ISO 8601.
         settings: of the worker, by section, as `settings_record` writes them; of what is chosen at start, the choice.
         worker: facts that say whether another worker computes the same, such as the digest of the weights; for people and checks.
+        ended: why the recording ended before the epoch did, if there was no room for an END record.
     """
 
     epoch: int
     recorded_at: str
     settings: Mapping[str, Mapping[str, Any]]
     worker: Mapping[str, Any]
+    ended: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +99,13 @@ class Record:
 
 
 def encode_header(header: RecordingHeader) -> bytes:
-    """Returns a header's bytes in the file."""
-    return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(header)}).encode() + b"\n"
+    """Returns a header's bytes in the file: as many, whyever the recording ended."""
+    size = len(_encode_json(replace(header, ended=""))) + _END_ROOM_BYTES
+    return _encode_json(replace(header, ended=header.ended[:_MAX_END_CHARACTERS])).ljust(size) + b"\n"
+
+
+def _encode_json(header: RecordingHeader) -> bytes:
+    return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(header)}).encode()
 
 
 def create_file(path: Path) -> int:

@@ -59,3 +59,5 @@ def read_steps(file: RecordingFile) -> Iterator[ExecutedStep | ReleasedSequences
         except DecodeError as error:
             raise SetupError(f"{file.path}: a record is no step: {error}") from error
         yield ExecutedStep(request, answer, record.seed, record.time_ns)
+    if file.header.ended:
+        yield file.header.ended

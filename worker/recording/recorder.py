@@ -4,12 +4,13 @@ A file begins with an epoch. From where something is missing on, the rest of the
 """
 
 import contextlib
+import errno
 import logging
 import os
 import tempfile
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -101,6 +102,7 @@ class StepRecorder:
         self._num_files = 0
         self._file: int | None = None
         self._file_bytes = 0
+        self._header: RecordingHeader | None = None
         self._skips_epoch = False
         counters.increment("degradations_total", reason=STEPS_RECORDED)
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
@@ -194,8 +196,10 @@ class StepRecorder:
         if not item.request:
             self._end("no_request", "a step came without its request")
             return
-        content = b"" if self._file is not None else encode_header(self._header(item.worker_epoch))
-        content += _record_of(item).encode()
+        content = _record_of(item).encode()
+        if self._file is None:
+            self._header = self._header_of(item.worker_epoch)
+            content = encode_header(self._header) + content
         if len(content) + _END_BYTES > self._bytes_left:
             self._end("limit", "--record-steps-limit is reached")
             return
@@ -206,7 +210,7 @@ class StepRecorder:
         self._append(self._file, content)
         self._counters.increment("steps_recorded_total")
 
-    def _header(self, epoch: int) -> RecordingHeader:
+    def _header_of(self, epoch: int) -> RecordingHeader:
         return RecordingHeader(
             epoch=epoch,
             recorded_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -226,6 +230,8 @@ class StepRecorder:
         return self._folder / f"{self._num_files:06d}.steps"
 
     def _append(self, file: int, content: bytes) -> None:
+        if not os.fstat(file).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed", str(self._path))
         view = memoryview(content)
         try:
             while view:
@@ -254,9 +260,17 @@ class StepRecorder:
         if self._file is not None:
             try:
                 self._append(self._file, Record(kind=RecordKind.END, request=message.encode()).encode())
-            except OSError as error:
-                _log.warning("that can't be written into the recording: %s", error.strerror)
+            except OSError:
+                self._end_in_header(self._file, message)
         self._close_file()
+
+    def _end_in_header(self, file: int, message: str) -> None:
+        """Says in the header why a recording ended: a full disk takes what replaces bytes that are there."""
+        assert self._header is not None
+        try:
+            os.pwrite(file, encode_header(replace(self._header, ended=message)), 0)
+        except OSError as error:
+            _log.warning("that can't be written into the recording: %s", error.strerror)
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -273,7 +287,10 @@ def prepare_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise SettingsError(f"--record-steps {folder}: is not empty, expected a new or empty folder")
+            raise SettingsError(
+                f"--record-steps {folder}: is not empty, expected a new or empty folder: a recording is not continued, "
+                "so name another folder for this start, or move away what is in it"
+            )
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
