@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from modelworker.compiler.environment import environment
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.command_serve import check_model_path, find_model
 from modelworker.worker.counters import Counters
@@ -29,6 +31,9 @@ from modelworker.worker.terminal import TerminalProgress, format_table
 
 _AS_SERVED = "auto"
 _DECODE_CONTEXT = 128
+# Of torch's profiler: by default it tells stderr that it starts and stops. Errors come as exceptions, whatever it logs.
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+_LOG_NOTHING = "6"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -74,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     way = _way(engine, batch, arguments.mode)
     with progress.stage("measuring"):
         limits = _limits(engine, settings, progress)
-        profile = profile_step(engine, batch, way, limits, num_steps=arguments.steps)
+        with environment(**{_LOG_LEVEL: os.environ.get(_LOG_LEVEL, _LOG_NOTHING)}):
+            profile = profile_step(engine, batch, way, limits, num_steps=arguments.steps)
     if arguments.output is not None:
         _write_trace(profile, arguments.output)
     if arguments.json:

@@ -10,7 +10,6 @@ from modelworker.compiler.cache import ArtifactCache
 from modelworker.compiler.counters import CompileCounters
 from modelworker.compiler.errors import CompileError
 from modelworker.compiler.settings import compile_settings_of
-from modelworker.graphs.dispatch import Reason
 from modelworker.ops.attention import PagedAttention
 from modelworker.ops.triton_library import TritonLibrary
 from modelworker.worker.capture import Captured, capture_decoder, graphs_of_device
@@ -95,7 +94,7 @@ def prepare_decoder(
         _prepare_attention(parts)
         captured = capture_decoder(
             graphs,
-            why_none=Reason.NO_KERNELS if no_graphs else Reason.DISABLED,
+            lacks_kernels=bool(no_graphs),
             model=parts.model,
             kv_cache=parts.kv_cache,
             buffers=parts.buffers,

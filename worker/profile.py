@@ -6,7 +6,6 @@ the trace. Measuring takes time of its own; the undisturbed step stands beside i
 """
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -24,7 +23,6 @@ from torch._ops import OpOverload
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modelworker.compiler.environment import environment
 from modelworker.graphs.cpu_backend import CpuReplay
 from modelworker.ops.cpu.kernel_list import TimedRun
 from modelworker.ops.cpu.recorder import RecordedStep
@@ -36,9 +34,6 @@ from modelworker.worker.step_runner import PLAIN_WAY, Way
 from modelworker.worker.trace_events import REPLAY, STEP, Event, annotations, complete_events, recorded_event
 
 _WARM_UP_STEPS = 3
-# Of torch's profiler: by default it tells stderr that it starts and stops. Errors come as exceptions, whatever it logs.
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
-_LOG_NOTHING = "6"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +112,6 @@ def _trace_steps(engine: Engine, batch: StepBatch, way: Way, num_steps: int) -> 
                     measuring.enter_context(replay.replaced(partial(_replay_timed, replay.recorded, replays)))
         engine.step_as(batch, way)
         replays.clear()
-        measuring.enter_context(environment(**{_LOG_LEVEL: os.environ.get(_LOG_LEVEL, _LOG_NOTHING)}))
         with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
             for _ in range(num_steps):
                 with record_function(STEP):

@@ -51,16 +51,17 @@ def watch_health(address: str, process: subprocess.Popen[str]) -> tuple[list[flo
     """Checks liveness on a connection of its own until a process ends.
 
     Returns:
-        The seconds that each answer took, and the mean slowness of the machine meanwhile.
+        The seconds that each answer took, divided by the slowness of the machine around it, and the mean slowness.
     """
-    seconds, slownesses = [], []
+    seconds, slownesses = [], [slowness()]
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while process.poll() is None:
             begun = time.perf_counter()
-            assert stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=30).status == SERVING
-            seconds.append(time.perf_counter() - begun)
+            assert stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=60).status == SERVING
+            took = time.perf_counter() - begun
             slownesses.append(slowness())
+            seconds.append(took / max(slownesses[-2:]))
     return seconds, sum(slownesses) / len(slownesses)
 
 
@@ -73,13 +74,13 @@ def test_huge_steps_of_eight_clients_at_once_are_refused_while_health_is_answere
         flood = subprocess.Popen(
             [sys.executable, "-m", "modelworker_testing.flood", worker.address], env=environment, stdout=subprocess.PIPE, text=True
         )
-        seconds, slow = watch_health(worker.address, flood)
+        seconds, _ = watch_health(worker.address, flood)
         answers = json.loads(flood.communicate()[0])
         assert {code for code, _ in answers} == {"INVALID_ARGUMENT"}
         assert all(details.startswith(f"request: found {NUM_BYTES // 100}") for _, details in answers)
         assert len(answers) == NUM_CLIENTS * NUM_STEPS
         # gRPC copies what has arrived on the event loop, 0.1 s of CPU time for each.
-        assert max(seconds) < 1 * slow
+        assert max(seconds) < 1
         # gRPC itself holds what has arrived: of each client once as it came, of some twice more while it makes bytes of it.
         assert memory.bytes_of("VmHWM") - before < 3.5 * NUM_CLIENTS * NUM_BYTES
         assert client.execute(STEP).sampled_counts.tolist() == [1]
@@ -108,7 +109,7 @@ def test_two_hundred_clients_of_every_kind_for_a_minute_leave_good_ones_right_an
         assert in_band <= {"stream right", "stream bad 3", "stream good 8", "stream bad 8"}
         refused = {name for name in outcomes if name.startswith(("bad", "huge"))}
         assert refused <= {"bad INVALID_ARGUMENT", "huge INVALID_ARGUMENT", "huge RESOURCE_EXHAUSTED"}
-        assert max(seconds) < 1 * slow
+        assert max(seconds) < 1
         time.sleep(2)
         assert memory.bytes_of("VmRSS") - before < 40 * MIB
         assert len(list(process.glob("task/*"))) <= threads + 4
