@@ -46,7 +46,7 @@ async def watching(running: Running, name: str) -> AsyncIterator["asyncio.Queue[
 
 
 async def next_status(seen: "asyncio.Queue[int]") -> int:
-    return await asyncio.wait_for(seen.get(), 10)
+    return await asyncio.wait_for(seen.get(), 30)
 
 
 @async_test

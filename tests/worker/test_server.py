@@ -188,7 +188,7 @@ async def test_the_call_of_a_peer_that_vanishes_without_a_word_is_cancelled_beca
     try:
         async with DeadWire(port) as wire, grpc.aio.insecure_channel(f"127.0.0.1:{wire.port}") as channel:
             call = channel.unary_unary("/test/Wait")(b"")
-            await asyncio.wait_for(started.wait(), 10)
+            await asyncio.wait_for(started.wait(), 30)
             wire.cut()
             if has_keepalive:
                 await asyncio.wait_for(ended.wait(), 15)
@@ -333,7 +333,7 @@ async def test_a_worker_that_stops_gives_its_port_back():
         port = running.server.port
     task = asyncio.create_task(serve_on("127.0.0.1", port))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        await asyncio.wait_for(channel.channel_ready(), 10)
+        await asyncio.wait_for(channel.channel_ready(), 30)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -363,7 +363,7 @@ async def test_a_server_that_can_not_watch_its_engine_any_more_ends_as_after_a_f
             raise RuntimeError("health is broken")
 
         running.server.health.update = fail_once
-        assert await asyncio.wait_for(running.task, 10) is ExitCode.ENGINE_FAULT
+        assert await asyncio.wait_for(running.task, 30) is ExitCode.ENGINE_FAULT
     log = capfd.readouterr().err
     assert "the engine is not watched any more" in log
     assert "RuntimeError: health is broken" in log

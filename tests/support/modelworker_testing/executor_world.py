@@ -34,7 +34,7 @@ from modelworker.worker.ticket import Answer
 ALICE, BOB = 11, 22
 BLOCK_SIZE = 4
 NUM_BLOCKS = 161
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 """How long a test may hang before it fails."""
 
 T = TypeVar("T")
