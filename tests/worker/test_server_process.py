@@ -60,7 +60,7 @@ class Worker:
         self.stub = model_worker_pb2_grpc.ModelWorkerStub(self.channel)
 
     def wait(self, condition) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not condition():
             assert self.process.poll() is None, self.log()
             assert time.monotonic() < deadline, self.log()
@@ -113,7 +113,7 @@ def worker(directory: Path, *flags: str) -> Iterator[Worker]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_accepted_steps_finish_refuses_new_ones_and_ends_with_zero(tmp_path: Path, number: signal.Signals):
-    with worker(tmp_path) as running:
+    with worker(tmp_path, "--drain-seconds", "200") as running:
         running.wait_ready()
         accepted = []
         for step_id in (1, 2, 3):
