@@ -219,7 +219,7 @@ async def test_of_twenty_steps_at_once_four_are_taken_and_sixteen_refused_at_onc
         while len(refused_after) < 16:
             await asyncio.sleep(0.005)
         assert running.server.executor.num_steps_in_flight == 4
-        # No step ends meanwhile: all that it takes is CPU time of this thread, on which client and server are; 50 ms of it when idle.
+        # No step ends meanwhile: it takes CPU time of this thread alone, on which client and server are; 50 ms of it when idle.
         assert max(seconds for seconds, _ in refused_after) < 0.5
         assert {code for _, code in refused_after} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         gate.open()
