@@ -7,6 +7,7 @@ minute of a message that consists of them. Reading stops where there is enough t
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -133,39 +134,32 @@ def examine_fields(content: bytes, schema: MessageSchema, prefix: str = "") -> I
             yield Violation(f"{prefix}{number}", f"found field number {number}, which this worker does not know, expected unset")
 
 
-def refuse_unknown_fields(content: bytes, schema: MessageSchema, violations: Violations, *, max_fields: int | None = None) -> bool:
+def refuse_unknown_fields(content: bytes, schema: MessageSchema, violations: Violations) -> None:
     """Refuses fields that are not in this worker's version of the protocol, or that came with another wire type than their own.
 
     Args:
-        content: a message that protobuf can parse.
+        content: a message as protobuf has serialized it, so that it has few fields but those.
         schema: of the message.
-        violations: where findings go, if the end is reached or there are enough of them.
-        max_fields: how many fields are looked at, those of submessages included; None: all.
-
-    Returns:
-        Whether that was enough. If not, nothing was added to `violations`.
+        violations: where findings go; the rest is not looked at when there are enough.
     """
-    found: list[Violation] = []
-    for index, violation in enumerate(examine_fields(content, schema)):
-        if index == max_fields:
-            return False
-        if violation is not None:
-            found.append(violation)
-            if len(found) == Violations.LIMIT:
-                break
-    for violation in found:
+    found = (violation for violation in examine_fields(content, schema) if violation is not None)
+    for violation in islice(found, Violations.LIMIT):
         violations.add(violation.field, violation.description)
-    return True
 
 
 def digest_without(content: bytes, numbers: frozenset[int]) -> bytes:
-    """Computes a digest of a serialized message without the fields `numbers`.
+    """Computes a digest of a serialized message, whose fields come in the order of their numbers, without the fields `numbers`.
 
     SHA-256: half the time of BLAKE2b on CPUs with instructions for it (274 KB: 240 us against 430 us).
     """
     state = hashlib.sha256()
     view = memoryview(content)
+    last = max(numbers)
     for record in read_records(content):
-        if record.tag >> 3 not in numbers:
+        number = record.tag >> 3
+        if number > last:  # Nothing that follows is left out.
+            state.update(view[record.start :])
+            break
+        if number not in numbers:
             state.update(view[record.start : record.end])
     return state.digest()
