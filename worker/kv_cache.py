@@ -139,6 +139,8 @@ class KvCache:
             source_ids: [count].
             destination_ids: [count], without duplicates.
         """
+        if not len(source_ids):
+            return
         for sources, destinations in plan_copies(source_ids, destination_ids, len(self._copied)):
             source_blocks, destination_blocks = self._indices(sources), self._indices(destinations)
             copied = self._copied[: len(sources)] if len(sources) <= len(self._copied) else None

@@ -18,6 +18,7 @@ from modelworker.worker.wire.violations import Violations
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BITS = 64
+_MAX_VERBATIM_BYTES = 512
 
 _WIRE_TYPES = {
     FieldDescriptor.TYPE_FIXED64: _FIXED64,
@@ -150,16 +151,22 @@ def refuse_unknown_fields(content: bytes, schema: MessageSchema, violations: Vio
 def digest_without(content: bytes, numbers: frozenset[int]) -> bytes:
     """Computes a digest of a serialized message, whose fields come in the order of their numbers, without the fields `numbers`.
 
-    SHA-256: half the time of BLAKE2b on CPUs with instructions for it (274 KB: 240 us against 430 us).
+    SHA-256: half the time of BLAKE2b on CPUs with instructions for it (274 KB: 240 us against 430 us). A short message is its own
+    digest: where a hash is computed once a step, its code has left the caches meanwhile (70 us).
     """
-    state = hashlib.sha256()
     view = memoryview(content)
+    parts = []
     last = max(numbers)
     for record in read_records(content):
         number = record.tag >> 3
         if number > last:  # Nothing that follows is left out.
-            state.update(view[record.start :])
+            parts.append(view[record.start :])
             break
         if number not in numbers:
-            state.update(view[record.start : record.end])
+            parts.append(view[record.start : record.end])
+    if len(content) <= _MAX_VERBATIM_BYTES:
+        return b"".join(parts)
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(part)
     return state.digest()

@@ -13,6 +13,7 @@ from modelworker.worker.wire.content import MessageSchema, digest_without, refus
 from modelworker.worker.wire.feedback import check_feedback_tokens, check_sequence_ids
 from modelworker.worker.wire.info import graph_mode_name
 from modelworker.worker.wire.maintenance import check_maintenance
+from modelworker.worker.wire.plain import is_plain_decode
 from modelworker.worker.wire.prompt_logprobs import encode_prompt_logprobs, parse_prompt_logprobs
 from modelworker.worker.wire.sampling import parse_sampling
 from modelworker.worker.wire.sizes import refuse_long_arrays
@@ -22,7 +23,7 @@ from modelworker.worker.wire.violations import Violations
 _STEP_SCHEMA = MessageSchema.of(pb.ExecuteStepRequest())
 _RESET_SCHEMA = MessageSchema.of(pb.ResetKvCacheRequest())
 
-_CHECKS: tuple[Check, ...] = (*CHECKS, check_sequence_ids, check_feedback_tokens, check_maintenance)
+_OTHER_CHECKS: tuple[Check, ...] = (check_sequence_ids, check_feedback_tokens, check_maintenance)
 
 # What may differ between two tries of one step.
 _NOT_CONTENT = frozenset(
@@ -59,7 +60,8 @@ def parse_step(
     _check_before_copying(request, description, violations)
     digest = _check_content(request, violations)
     fields = StepFields.of(request)
-    for check in _CHECKS:
+    checks = _OTHER_CHECKS if is_plain_decode(fields, description) else (*CHECKS, *_OTHER_CHECKS)
+    for check in checks:
         check(fields, description, violations)
     sampling = parse_sampling(fields, description, violations)
     prompt_logprobs = parse_prompt_logprobs(fields, description, violations)
@@ -107,7 +109,7 @@ def _check_before_copying(request: pb.ExecuteStepRequest, description: WorkerDes
 def _check_content(request: pb.ExecuteStepRequest, violations: Violations) -> bytes:
     """Checks what needs the request's bytes, and returns the digest of a sequenced step.
 
-    Whether the request has something that this worker does not know is seen without a look at any field: without that it is smaller.
+    What this worker does not know of the request is found without a look at any field: without it the request is smaller.
     """
     content = request.SerializeToString(deterministic=True)
     request.DiscardUnknownFields()
