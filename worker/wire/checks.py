@@ -19,7 +19,8 @@ from modelworker.worker.wire.violations import Violations, check_length, check_o
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
-# Of the fields that most steps leave empty: an array without entries can't change.
+_MAX_LISTED_ENTRIES = 32
+# An array without entries can't change.
 _NO_INT32S: Int32Array = np.zeros(0, np.int32)
 _NO_UINT64S: UInt64Array = np.zeros(0, np.uint64)
 _NO_BOOLS: BoolArray = np.zeros(0, np.bool_)
@@ -45,15 +46,15 @@ class StepFields:
 
     @classmethod
     def of(cls, request: pb.ExecuteStepRequest) -> "StepFields":
-        """Copies the arrays out of the request. protobuf hands repeated fields to numpy whole: 10 us for 65,536 numbers."""
+        """Copies the arrays out of the request. protobuf hands long repeated fields to numpy whole: 10 us for 65,536 numbers."""
         has_copies = request.HasField("block_copies")
         return cls(
             request=request,
-            query_lens=np.array(request.query_lens, dtype=np.int32),
-            context_lens=np.array(request.context_lens, dtype=np.int32),
-            token_ids=np.array(request.token_ids, dtype=np.int32),
-            block_counts=np.array(request.block_counts, dtype=np.int32),
-            block_ids=np.array(request.block_ids, dtype=np.int32),
+            query_lens=_copied(request.query_lens, _NO_INT32S),
+            context_lens=_copied(request.context_lens, _NO_INT32S),
+            token_ids=_copied(request.token_ids, _NO_INT32S),
+            block_counts=_copied(request.block_counts, _NO_INT32S),
+            block_ids=_copied(request.block_ids, _NO_INT32S),
             sample=_copied(request.sample, _NO_BOOLS),
             sequence_ids=_copied(request.sequence_ids, _NO_UINT64S),
             draft_lens=_copied(request.draft_lens, _NO_INT32S),
@@ -212,7 +213,10 @@ CHECKS: tuple[Check, ...] = (
 
 def _copied(entries: Sequence[Any], empty: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
     """Returns the entries of a repeated field as an array; `empty`, which has the field's type, where there are none."""
-    return np.array(entries, dtype=empty.dtype) if len(entries) else empty
+    if not entries:
+        return empty
+    # A few numbers are handed over faster as a list: 0.7 us instead of 4.8.
+    return np.array(entries[:] if len(entries) <= _MAX_LISTED_ENTRIES else entries, dtype=empty.dtype)
 
 
 def _check_minimum(field: str, array: Int32Array, minimum: int, violations: Violations) -> None:
