@@ -2,6 +2,8 @@
 
 import threading
 
+_Named = tuple[str | tuple[str, str], ...]
+
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -23,7 +25,7 @@ class Counters:
         self._lock = threading.Lock()
         self._values: dict[str, int] = {}
         # As callers name counters: as many as there are counters, for labels have few values.
-        self._keys: dict[tuple[str | tuple[str, str], ...], str] = {}
+        self._keys: dict[_Named, str] = {}
 
     def increment(self, name: str, amount: int = 1, /, **labels: str) -> None:
         """Adds to a counter, which starts at 0.
@@ -38,7 +40,7 @@ class Counters:
         """
         if amount < 0:
             raise ValueError(f"{name} can't be incremented by {amount}: counters never fall")
-        named = (name, *labels.items())
+        named: _Named = (name, *labels.items())
         with self._lock:
             key = self._keys.get(named)
             if key is None:

@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.wire.checks import CHECKS, StepFields
-from modelworker.worker.wire.plain import MAX_BLOCKS, is_plain_decode
+from modelworker.worker.wire.plain import MAX_BLOCKS, MAX_ROWS, is_plain_decode
 from modelworker.worker.wire.violations import Violations
 from modelworker_testing.steps import describe_worker, step_request
 
@@ -94,3 +94,13 @@ def test_a_step_of_another_kind_is_left_to_the_checks(change: Change) -> None:
     assert is_plain(request)
     change(request)
     assert not is_plain(request)
+
+
+def test_a_step_of_many_rows_is_left_to_the_checks() -> None:
+    worker = describe_worker(num_blocks=100, max_sequences=64, max_tokens_per_step=64)
+
+    def fields_of(num_rows: int) -> StepFields:
+        return StepFields.of(step_request(*((0, 1, [row + 1]) for row in range(num_rows))))
+
+    assert is_plain_decode(fields_of(MAX_ROWS), worker)
+    assert not is_plain_decode(fields_of(MAX_ROWS + 1), worker)

@@ -8,7 +8,8 @@ from modelworker.worker.batch import FEEDBACK_TOKEN
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.wire.checks import StepFields
 
-MAX_BLOCKS = 64
+MAX_ROWS = 32
+MAX_BLOCKS = 512
 """Of a step that is looked at: beyond that numpy is faster."""
 
 
@@ -21,7 +22,7 @@ def is_plain_decode(fields: StepFields, description: WorkerDescription) -> bool:
     num_rows = fields.num_sequences
     if not len(fields.token_ids) == len(fields.context_lens) == len(fields.block_counts) == num_rows:
         return False
-    if not 0 < num_rows <= description.limits.max_tokens_per_step or not 0 < len(fields.block_ids) <= MAX_BLOCKS:
+    if not 0 < num_rows <= min(MAX_ROWS, description.limits.max_tokens_per_step) or not 0 < len(fields.block_ids) <= MAX_BLOCKS:
         return False
     if len(fields.sample) or len(fields.draft_lens):
         return False
