@@ -23,7 +23,7 @@ from modelworker.worker.twin_steps import StepMaker
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 # Replays of a graph that are timed, as long as they take no longer than this together.
 _COST_REPLAYS = 3
-_COST_SECONDS = 0.03
+_COST_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
