@@ -1,9 +1,10 @@
 """What plain modules make of a step's rows, and graphs held against it."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,20 @@ _CANARY = 1024.0
 _MAX_WATCHED_BLOCKS = 64
 _INTEGERS: Final = MappingProxyType({2: torch.int16, 4: torch.int32})
 STRAY_WRITE = "keys or values were written outside of the step's slots"
+
+
+class Comparison(NamedTuple):
+    """What came of running rows in another way than by plain modules.
+
+    Attributes:
+        difference: the largest one of a hidden state, key or value in units of their root mean square, NaN where one is.
+        fault: what is wrong whatever that is, "" where nothing is.
+        seconds: that the run took.
+    """
+
+    difference: float
+    fault: str
+    seconds: float
 
 
 class CheckReference:
@@ -86,21 +101,21 @@ class CheckReference:
             self._first_slots.fill(_CANARY)
             self._nearest.fill(_CANARY)
 
-    def compare(self, key: GraphKey, indices: Sequence[int], way: Way | None = None) -> tuple[float, str]:
+    def compare(self, key: GraphKey, indices: Sequence[int], way: Way | None = None) -> Comparison:
         """Runs the rows that plain modules ran in another way.
 
         Args:
             key: whose sizes they are padded to.
             indices: of the rows.
             way: how; None: with the graph of the key.
-
-        Returns:
-            the largest difference of a hidden state, key or value in units of their root mean square, NaN where one is; and what is
-            wrong whatever that is, "" where nothing is.
         """
         self._runner.stage(self._before, None)
         batch = self.step.over_second(indices)
-        (actual,) = self._runner.run(self._runner.stage(batch, key), way or Way(Choice(key, Reason.NONE)))
+        inputs = self._runner.stage(batch, key)
+        begun = time.perf_counter()
+        (actual,) = self._runner.run(inputs, way or Way(Choice(key, Reason.NONE)))
+        synchronize(actual.device)
+        seconds = time.perf_counter() - begun
         tokens = torch.from_numpy(self.step.tokens_of(indices)).to(actual.device)
         others = torch.ones(self.step.num_tokens, dtype=torch.bool, device=actual.device).index_fill_(0, tokens, False)
         with one_thread():
@@ -110,8 +125,9 @@ class CheckReference:
                 fault = STRAY_WRITE
             self._second_slots.fill(_CANARY)
             hidden = relative_difference(actual[: batch.num_tokens][None], self._hidden[None])
-            # Beside each other: a NaN anywhere must not get lost in a maximum.
-            return float(np.max((hidden, relative_difference(found[:, tokens], self._stored[:, tokens])))), fault
+            stored = relative_difference(found[:, tokens], self._stored[:, tokens])
+        # A NaN anywhere must not get lost in a maximum.
+        return Comparison(float(np.max((hidden, stored))), fault, seconds)
 
     def _by_token(self, slots: "_Rows") -> Tensor:
         """Returns [num_caches, num_tokens, num_kv_heads * head_dim], what the slots of all tokens hold."""
@@ -196,6 +212,12 @@ def one_thread() -> Iterator[None]:
 def _bits(tensor: Tensor) -> Tensor:
     """Returns a tensor as integers, which are compared four times as fast."""
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
