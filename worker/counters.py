@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable, Mapping
 
+_Named = tuple[str | tuple[str, str], ...]
+
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -24,6 +26,8 @@ class Counters:
         self._lock = threading.Lock()
         self._values: dict[str, int] = {}
         self._followed: list[tuple[str, str, Callable[[], Mapping[str, int]]]] = []
+        # As callers name counters: as many as there are counters, for labels have few values.
+        self._keys: dict[_Named, str] = {}
 
     def follow(self, name: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
         """Has snapshots read a counter where its events are counted already.
@@ -36,21 +40,24 @@ class Counters:
         with self._lock:
             self._followed.append((name, label, read))
 
-    def increment(self, name: str, amount: int = 1, /, **labels: object) -> None:
+    def increment(self, name: str, amount: int = 1, /, **labels: str) -> None:
         """Adds to a counter, which starts at 0.
 
         Args:
             name: of the counter, e.g. `steps_total`.
             amount: >= 0. An amount of 0 makes the counter appear in snapshots.
-            labels: their text is part of the counter's key.
+            labels: they are part of the counter's key, in any order.
 
         Raises:
             ValueError: the amount is negative; a counter never falls.
         """
         if amount < 0:
             raise ValueError(f"{name} can't be incremented by {amount}: counters never fall")
-        key = counter_key(name, {label: str(value) for label, value in labels.items()})
+        named: _Named = (name, *labels.items())
         with self._lock:
+            key = self._keys.get(named)
+            if key is None:
+                key = self._keys[named] = counter_key(name, labels)
             self._values[key] = self._values.get(key, 0) + amount
 
     def snapshot(self) -> dict[str, int]:
