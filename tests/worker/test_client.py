@@ -43,7 +43,8 @@ from modelworker.worker.client import (
     decode_answer,
 )
 from modelworker.worker.client.errors import error_of_code
-from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
+from modelworker.worker.client.session import AsyncFencedSession, FencedSession
+from modelworker.worker.client.session_state import StepPendingError
 from modelworker.worker.errors import Violation
 from modelworker.worker.settings import ServerSettings, WorkerSettings
 from modelworker_testing.cable import Cable
