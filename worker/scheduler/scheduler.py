@@ -5,8 +5,8 @@
                          └── preempted, lost, tainted ┘
 
 Steps are sent through a fenced session. One that takes several steps at a time is kept full: a step is then sent before the
-tokens of the one before are known here, and stands for them with FEEDBACK. That a sequence has stopped is seen when it has a row
-in the next step already: that row's token is dropped.
+tokens of the one before are known here, and stands for them with `FEEDBACK_TOKEN`. That a sequence has stopped is seen when it has
+a row in the next step already: that row's token is dropped.
 """
 
 import time
