@@ -15,7 +15,8 @@ from modelworker.worker.engine import Engine
 from modelworker.worker.flags import CommandParser, add_settings, checked_type, read_settings
 from modelworker.worker.machine_limits import LimitProbe
 from modelworker.worker.progress import LogProgress, Progress
-from modelworker.worker.settings import WorkerSettings, positive_int, positive_ints
+from modelworker.worker.setting_values import positive_int, positive_ints
+from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.startup import build_engine
 from modelworker.worker.step_bench import StepCase, StepTimes, as_record, format_times, obstacle, run_cases
 from modelworker.worker.terminal import TerminalProgress

@@ -17,7 +17,7 @@ from modelworker.worker.client import Client, WorkerCallError
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.flags import CommandParser, checked_type
 from modelworker.worker.payload import PayloadShape, SamplingShape, WorkerShape, build_payload, check_payload
-from modelworker.worker.settings import fraction, positive_float
+from modelworker.worker.setting_values import fraction, positive_float
 
 _EXIT_OK = 0
 _MAX_INT32 = 2**31 - 1

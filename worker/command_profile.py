@@ -21,7 +21,8 @@ from modelworker.worker.machine_limits import LimitProbe, MachineLimits
 from modelworker.worker.profile import StepProfile, profile_step
 from modelworker.worker.profile_table import OpTime, shown_ops
 from modelworker.worker.progress import LogProgress, Progress
-from modelworker.worker.settings import WorkerSettings, positive_int
+from modelworker.worker.setting_values import positive_int
+from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.startup import build_engine
 from modelworker.worker.step_bench import StepCase, make_batch, obstacle, ways_to_run
 from modelworker.worker.step_runner import Way

@@ -5,7 +5,8 @@ import typing
 import pytest
 
 from modelworker.worker.flags import CommandParser, add_settings, checked_type, read_settings, unknown_variables
-from modelworker.worker.settings import WorkerSettings, positive_int
+from modelworker.worker.setting_values import positive_int
+from modelworker.worker.settings import WorkerSettings
 
 
 def parse(*words: str, **environment: str) -> WorkerSettings:
