@@ -25,13 +25,24 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def integer_within(text: str, first: int, last: int, what: str = "an integer") -> int:
+    """Parses an integer of first .. last.
+
+    Raises:
+        SettingsError: the text is not one; it is said to be no `what`.
+    """
+    if not text.strip().isdecimal() or not first <= int(text) <= last:
+        raise SettingsError(f"{text!r} is not {what}: expected {first} .. {last}")
+    return int(text)
+
+
 def positive_int(text: str) -> int:
     """Parses an integer of 1 .. 2^30, so that twice of it still fits into a field of 32 bits.
 
     Raises:
         SettingsError: the text is not one.
     """
-    return _integer(text, 1, 2**30, "an integer")
+    return integer_within(text, 1, 2**30)
 
 
 def non_negative_int(text: str) -> int:
@@ -40,7 +51,7 @@ def non_negative_int(text: str) -> int:
     Raises:
         SettingsError: the text is not one.
     """
-    return _integer(text, 0, 2**30, "an integer")
+    return integer_within(text, 0, 2**30)
 
 
 def table_size(text: str) -> int:
@@ -49,7 +60,7 @@ def table_size(text: str) -> int:
     Raises:
         SettingsError: the text is not one.
     """
-    return _integer(text, 1, MAX_TABLE_SIZE, "a number of entries")
+    return integer_within(text, 1, MAX_TABLE_SIZE, "a number of entries")
 
 
 def num_threads(text: str) -> int:
@@ -58,7 +69,7 @@ def num_threads(text: str) -> int:
     Raises:
         SettingsError: the text is not one.
     """
-    return _integer(text, 1, 1024, "a number of threads")
+    return integer_within(text, 1, 1024, "a number of threads")
 
 
 def message_bytes(text: str) -> int:
@@ -131,10 +142,4 @@ def port_number(text: str) -> int:
     Raises:
         SettingsError: the text is not one.
     """
-    return _integer(text, 0, 65535, "a port")
-
-
-def _integer(text: str, first: int, last: int, what: str) -> int:
-    if not text.strip().isdecimal() or not first <= int(text) <= last:
-        raise SettingsError(f"{text!r} is not {what}: expected {first} .. {last}")
-    return int(text)
+    return integer_within(text, 0, 65535, "a port")
