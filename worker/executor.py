@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from modelworker.worker.batch import StepBatch, StepResult, UInt64Array
+from modelworker.worker.arrays import UInt64Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import (
     EngineFaultError,
@@ -22,6 +23,7 @@ from modelworker.worker.errors import (
     UnavailableError,
 )
 from modelworker.worker.fencing import FenceState
+from modelworker.worker.result import StepResult
 from modelworker.worker.settings import FencingSettings
 from modelworker.worker.step_queue import CounterSink, StepQueue
 from modelworker.worker.ticket import Answer, Control, Item, Outcomes, Step, Ticket

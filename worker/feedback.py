@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from modelworker.worker.batch import FEEDBACK_TOKEN, IndexArray, Int32Array, StepBatch, StepResult, UInt64Array
+from modelworker.worker.arrays import IndexArray, Int32Array, UInt64Array
+from modelworker.worker.batch import FEEDBACK_TOKEN, StepBatch
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import StepLimits
 from modelworker.worker.errors import OverloadedError, PreconditionError, PreconditionReason
 from modelworker.worker.kept_tokens import KeptTokens, gap_error
 from modelworker.worker.ragged import ranges
+from modelworker.worker.result import StepResult
 from modelworker.worker.sequence_index import UNKNOWN, SequenceIndex
 
 # What a token is whose sampling failed. No key or value is made of it: the row writes nothing.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from modelworker.worker.batch import StepBatch, StepResult
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.errors import (
     EngineFaultError,
     OverloadedError,
@@ -28,6 +28,7 @@ from modelworker.worker.errors import (
     WorkerError,
 )
 from modelworker.worker.fencing import NOBODY, Fence, FenceState
+from modelworker.worker.result import StepResult
 from modelworker.worker.settings import FencingSettings
 from modelworker.worker.ticket import Answer, Control, Item, Outcomes, Step, Ticket
 

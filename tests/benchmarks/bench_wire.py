@@ -20,7 +20,7 @@ import google.protobuf
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import GraphExecution, GraphMode, SampledLogprobs, StepBatch, StepResult
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.description import (
     ExecutionDescription,
     KvCacheDescription,
@@ -29,6 +29,7 @@ from modelworker.worker.description import (
     StepLimits,
     WorkerDescription,
 )
+from modelworker.worker.result import GraphExecution, GraphMode, SampledLogprobs, StepResult
 from modelworker.worker.wire import encode_result, parse_step
 from modelworker.worker.wire.step import digest_of
 

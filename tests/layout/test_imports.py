@@ -31,7 +31,7 @@ IMPORTLIB = {
 # What models share with the worker around them.
 WORKER_MODULES_FOR_MODELS = {"modelworker.worker.errors", "modelworker.worker.progress"}
 HOT = re.compile(
-    r"modelworker\.(ops(\..*)?|graphs(\..*)?|worker\.(models\..*|engine|executor|step_queue|fencing|servicer|step_stream|wire(\.\w+)?|interceptor|batch"
+    r"modelworker\.(ops(\..*)?|graphs(\..*)?|worker\.(models\..*|engine|executor|step_queue|fencing|servicer|step_stream|wire(\.\w+)?|interceptor|batch|result"
     r"|buffers|stage|kv_cache|sampling|random_numbers|counters))"
 )
 # Loaded on a bare GPU machine, which has torch but neither gRPC nor structlog.

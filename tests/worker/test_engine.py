@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import GraphMode, SequenceErrorCode, StepResult
 from modelworker.worker.client.step import StepSampling
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import FatalEngineError
+from modelworker.worker.result import GraphMode, SequenceErrorCode, StepResult
 from modelworker_testing.checkpoints import save_table_model, save_tiny
 from modelworker_testing.engines import engine_of, execute
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from modelworker.worker.batch import SequenceErrorCode
 from modelworker.worker.client import (
     FEEDBACK_TOKEN,
     BlockCopies,
@@ -20,6 +19,7 @@ from modelworker.worker.client import (
     WorkerBusyError,
     build_step,
 )
+from modelworker.worker.result import SequenceErrorCode
 from modelworker_testing.checkpoints import save_table_model
 from modelworker_testing.worker_process import worker_process
 

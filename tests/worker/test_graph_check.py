@@ -11,11 +11,11 @@ from torch import Tensor
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
 from modelworker.worker import decoder_setup
-from modelworker.worker.batch import GraphMode
 from modelworker.worker.counters import Counters
 from modelworker.worker.graph_check import ModeCheck
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
+from modelworker.worker.result import GraphMode
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, ModelSettings
 from modelworker.worker.step_buffers import RunDecoder, StepBuffers
 from modelworker_testing.checkpoints import save_tiny

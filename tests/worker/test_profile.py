@@ -14,13 +14,14 @@ import torch
 
 from modelworker.graphs.cpu_backend import CpuReplay
 from modelworker.ops.cpu.recorder import RecordedStep
-from modelworker.worker.batch import GraphMode, StepBatch
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.cli import main
 from modelworker.worker.command_profile import format_profile
 from modelworker.worker.engine import Engine
 from modelworker.worker.machine_limits import MachineLimits
 from modelworker.worker.profile import StepProfile, profile_step
 from modelworker.worker.profile_table import HOST, HOST_AND_GENERATED, IDLE, LIST, op_times, shown_ops
+from modelworker.worker.result import GraphMode
 from modelworker.worker.settings import ExecutionSettings, WorkerSettings
 from modelworker.worker.step_bench import StepCase, make_batch, ways_to_run
 from modelworker_testing.checkpoints import save_tiny

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from modelworker.worker.batch import SequenceErrorCode
 from modelworker.worker.client import Client, FencedSession, InvalidRequestError, StepAnswer, StepSampling, StepTokens, build_step
+from modelworker.worker.result import SequenceErrorCode
 from modelworker.worker.scheduler import Request, Sampling, Scheduler
 from modelworker_testing.checkpoints import save_table_model
 from modelworker_testing.sampling_reference import Wish, distribution, edited

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from modelworker.worker.batch import SequenceErrorCode
 from modelworker.worker.client import (
     Client,
     InvalidRequestError,
@@ -18,6 +17,7 @@ from modelworker.worker.client import (
     StepSampling,
     build_step,
 )
+from modelworker.worker.result import SequenceErrorCode
 from modelworker_testing.checkpoints import save_table_model
 from modelworker_testing.worker_process import WorkerProcess, worker_process
 

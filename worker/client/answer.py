@@ -7,7 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import Float32Array, GraphMode, Int32Array, SequenceErrorCode, StepTimings
+from modelworker.worker.arrays import Float32Array, Int32Array
+from modelworker.worker.result import GraphMode, SequenceErrorCode, StepTimings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,7 +72,7 @@ def build_step(
     Args:
         query_lens: [num_sequences], new tokens of each sequence.
         context_lens: [num_sequences], tokens of each sequence already in the KV cache.
-        token_ids: [sum of query_lens], the new tokens, row after row; `batch.FEEDBACK_TOKEN` first in a row whose last
+        token_ids: [sum of query_lens], the new tokens, row after row; `FEEDBACK_TOKEN` first in a row whose last
             sampled token only the worker has.
         block_counts: [num_sequences], length of each row's block table.
         block_ids: [sum of block_counts], the block tables, row after row.

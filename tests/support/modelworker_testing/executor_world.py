@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult, StepTimings, UInt64Array
+from modelworker.worker.arrays import UInt64Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import (
     ExecutionDescription,
@@ -28,6 +29,7 @@ from modelworker.worker.errors import (
     WorkerError,
 )
 from modelworker.worker.executor import Executor
+from modelworker.worker.result import GraphExecution, GraphMode, StepResult, StepTimings
 from modelworker.worker.settings import FencingSettings
 from modelworker.worker.ticket import Answer
 

@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto import model_worker_pb2_grpc
-from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult, UInt64Array
+from modelworker.worker.arrays import UInt64Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.description import (
     ExecutionDescription,
     KvCacheDescription,
@@ -25,6 +26,7 @@ from modelworker.worker.description import (
     WorkerDescription,
 )
 from modelworker.worker.progress import LogProgress
+from modelworker.worker.result import GraphExecution, GraphMode, StepResult
 from modelworker.worker.server import BuildEngine, ExitCode, WorkerServer
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.statuses import STATUS_DETAILS_KEY

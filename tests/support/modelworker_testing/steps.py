@@ -9,7 +9,6 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import GraphMode
 from modelworker.worker.description import (
     CapturedSize,
     Degradation,
@@ -20,6 +19,7 @@ from modelworker.worker.description import (
     StepLimits,
     WorkerDescription,
 )
+from modelworker.worker.result import GraphMode
 
 VOCAB_SIZE = 101
 MAX_MODEL_LEN = 30

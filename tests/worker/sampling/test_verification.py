@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelworker.graphs.dispatch import Choice, Reason
-from modelworker.worker.batch import GraphMode, SequenceErrorCode, StepResult
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.client.step import StepSampling
 from modelworker.worker.client.step_tokens import StepTokens
 from modelworker.worker.engine import Engine
+from modelworker.worker.result import GraphMode, SequenceErrorCode, StepResult
 from modelworker.worker.sampling.positions import sampled_positions
 from modelworker.worker.sampling.verification import verify
 from modelworker.worker.settings import ExecutionSettings
