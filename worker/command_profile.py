@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import logging
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,22 +9,20 @@ from typing import Any
 import torch
 
 from modelworker.worker.batch import StepBatch
-from modelworker.worker.command_serve import check_model_path, find_model
-from modelworker.worker.counters import Counters
 from modelworker.worker.cpu_kernels import load_cpu_kernels
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SettingsError, SetupError
-from modelworker.worker.flags import CommandParser, add_settings, checked_type, read_settings
+from modelworker.worker.flags import CommandParser, add_settings, checked_type
 from modelworker.worker.machine_limits import LimitProbe, MachineLimits
+from modelworker.worker.offline_engine import build_offline_engine, settings_with_model
 from modelworker.worker.profile import StepProfile, profile_step
 from modelworker.worker.profile_table import OpTime, shown_ops
-from modelworker.worker.progress import LogProgress, Progress
+from modelworker.worker.progress import Progress
 from modelworker.worker.setting_values import positive_int
 from modelworker.worker.settings import WorkerSettings
-from modelworker.worker.startup import build_engine
 from modelworker.worker.step_bench import StepCase, make_batch, obstacle, ways_to_run
 from modelworker.worker.step_runner import Way
-from modelworker.worker.terminal import TerminalProgress, format_table
+from modelworker.worker.terminal import format_table
 
 _AS_SERVED = "auto"
 _DECODE_CONTEXT = 128
@@ -62,14 +58,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints a table or JSON, and writes the trace."""
-    settings = read_settings(WorkerSettings, arguments)
-    if not settings.model.model:
-        arguments.parser.error("no model: give --model DIR or set MODELWORKER_MODEL")
-    check_model_path(settings.model.model)
+    settings = settings_with_model(arguments)
     _check_output(arguments.output)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
-    engine = build_engine(find_model(settings, progress), progress, Counters())
+    engine, progress = build_offline_engine(settings)
     case = _case(arguments, engine)
     batch = make_batch(case, engine.description)
     way = _way(engine, batch, arguments.mode)

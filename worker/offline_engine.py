@@ -1,0 +1,34 @@
+"""An engine in this process, without a server: for the commands that run steps themselves."""
+
+import argparse
+import logging
+import sys
+
+from modelworker.worker.command_serve import check_model_path, find_model
+from modelworker.worker.counters import Counters
+from modelworker.worker.engine import Engine
+from modelworker.worker.flags import read_settings
+from modelworker.worker.progress import Progress
+from modelworker.worker.settings import WorkerSettings
+from modelworker.worker.startup import build_engine
+from modelworker.worker.terminal import progress_on
+
+
+def settings_with_model(arguments: argparse.Namespace) -> WorkerSettings:
+    """Reads the worker's settings, and ends with a usage error where they name no model."""
+    settings = read_settings(WorkerSettings, arguments)
+    if not settings.model.model:
+        arguments.parser.error("no model: give --model DIR or set MODELWORKER_MODEL")
+    return settings
+
+
+def build_offline_engine(settings: WorkerSettings) -> tuple[Engine, Progress]:
+    """Builds the engine that a worker with these settings would have. Progress and warnings go to stderr.
+
+    Raises:
+        SetupError: the model can't be found, or the engine not be built.
+    """
+    check_model_path(settings.model.model)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    progress = progress_on(sys.stderr)
+    return build_engine(find_model(settings, progress), progress, Counters()), progress
