@@ -1,8 +1,6 @@
 """Recorded steps, executed again: as they were, in other ways, after tampering, with another model."""
 
-import gc
 import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -11,11 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from modelworker.graphs.cpu_backend import CpuReplay
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.cli import main
 from modelworker.worker.client import Client
 from modelworker.worker.client.session import FencedSession
 from modelworker.worker.client.step import StepSampling, build_step
@@ -42,6 +38,7 @@ from modelworker.worker.scheduler.types import Request, Sampling, SchedulerSetti
 from modelworker.worker.settings import ExecutionSettings, RecordingSettings, WorkerSettings
 from modelworker.worker.wire import parse_step
 from modelworker_testing.checkpoints import save_tiny
+from modelworker_testing.commands import command_in_process
 from modelworker_testing.engines import engine_of, tiny_settings
 from modelworker_testing.worker_process import worker_process
 
@@ -394,12 +391,8 @@ def test_a_step_that_this_engine_does_not_accept_is_named(recorded: Recorded, ea
 @pytest.fixture
 def command() -> Iterator[Callable[..., int]]:
     """Runs the command in this process, which afterwards is as it was before."""
-    num_threads, handlers, level = torch.get_num_threads(), logging.getLogger().handlers[:], logging.getLogger().level
-    yield lambda *words: main(["replay", *map(str, words)])
-    torch.set_num_threads(num_threads)
-    gc.unfreeze()
-    logging.getLogger().handlers[:] = handlers
-    logging.getLogger().setLevel(level)
+    with command_in_process("replay") as run:
+        yield run
 
 
 def test_the_command_replays_with_the_recorded_settings_and_says_equal(
