@@ -47,6 +47,13 @@ def assert_not_served(world: ModeWorld, counters: Counters, mode: RuntimeMode) -
     assert mode not in {key.mode for key in world.engine.runner.captured}
 
 
+def assert_full_graphs_are_not_served(folder: Path) -> None:
+    counters = Counters()
+    settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
+    with mode_world(folder, settings, counters=counters) as world:
+        assert_not_served(world, counters, RuntimeMode.FULL)
+
+
 def run_as_dispatched(world: ModeWorld, rows: list[Row]) -> tuple[GraphMode, str, bool]:
     """Runs a step as a router's would, checks its tokens, and returns how it ran."""
     batch = world.batch(rows)
@@ -149,10 +156,7 @@ def test_block_tables_whose_second_column_is_that_of_the_step_before_are_noticed
             return check_modes(*args, **kwargs)
 
     monkeypatch.setattr(decoder_setup, "check_modes", check_with_fault)
-    counters = Counters()
-    settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
-    with mode_world(tmp_path, settings, counters=counters) as world:
-        assert_not_served(world, counters, RuntimeMode.FULL)
+    assert_full_graphs_are_not_served(tmp_path)
 
 
 def test_what_is_written_into_a_block_that_no_row_has_takes_the_graphs_out_of_service(
@@ -169,10 +173,7 @@ def test_what_is_written_into_a_block_that_no_row_has_takes_the_graphs_out_of_se
         return writing
 
     plant_in_full_graphs(monkeypatch, with_stray_write)
-    counters = Counters()
-    settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
-    with mode_world(tmp_path, settings, counters=counters) as world:
-        assert_not_served(world, counters, RuntimeMode.FULL)
+    assert_full_graphs_are_not_served(tmp_path)
 
 
 def test_graphs_of_long_decodes_are_checked_and_those_without_room_are_said_not_to_be(
