@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from modelworker.worker.client import (
     FEEDBACK_TOKEN,
@@ -20,10 +19,10 @@ from modelworker.worker.client import (
     build_step,
 )
 from modelworker.worker.result import SequenceErrorCode
-from modelworker_testing.checkpoints import save_table_model
+from modelworker_testing.checkpoints import random_table, save_table_model
 from modelworker_testing.worker_process import worker_process
 
-WANTED = torch.randn(101, 101, generator=torch.Generator().manual_seed(1)) * 3
+WANTED = random_table(1)
 POISONED = 7
 MAX_KEPT = 6
 SIZES = (

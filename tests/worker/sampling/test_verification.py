@@ -20,11 +20,11 @@ from modelworker.worker.sampling.verification import verify
 from modelworker.worker.settings import ExecutionSettings
 from modelworker.worker.step_runner import Way
 from modelworker_testing.batches import make_batch
-from modelworker_testing.checkpoints import save_table_model
+from modelworker_testing.checkpoints import random_table, save_table_model
 from modelworker_testing.engines import engine_of, execute, tiny_settings_with
 
 VOCAB = 101
-WANTED = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5)) * 2
+WANTED = random_table(5, vocab_size=VOCAB, scale=2)
 BLOCKS = 6
 ROWS = 3
 PROMPT = [11, 12, 13]
