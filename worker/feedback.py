@@ -172,7 +172,7 @@ class FeedbackTable:
         """
         ends = batch.context_lens[rows]
         has_ids = len(batch.sequence_ids) > 0
-        kept = self._kept_of(self._entries_of(batch.sequence_ids[rows]) if has_ids else np.full(len(rows), UNKNOWN, np.intp))
+        kept = self.recent(batch.sequence_ids[rows]) if has_ids else self._kept_of(np.full(len(rows), UNKNOWN, np.intp))
         gap = kept.first_gap(firsts, ends)
         if gap is not None:
             self._counters.increment("feedback_refusals_total", reason="mismatch")
