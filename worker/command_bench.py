@@ -7,11 +7,10 @@ import sys
 
 import torch
 
-from modelworker.worker.cpu_kernels import load_cpu_kernels
 from modelworker.worker.engine import Engine
 from modelworker.worker.flags import CommandParser, add_settings, checked_type
 from modelworker.worker.machine_limits import LimitProbe
-from modelworker.worker.offline_engine import build_offline_engine, settings_with_model
+from modelworker.worker.offline_engine import build_offline_engine, limit_probe, settings_with_model
 from modelworker.worker.progress import Progress
 from modelworker.worker.setting_values import positive_int, positive_ints
 from modelworker.worker.settings import WorkerSettings
@@ -47,11 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and prints a table, or JSON lines."""
     settings = settings_with_model(arguments)
     engine, progress = build_offline_engine(settings)
-    device = torch.device(engine.description.execution.device)
-    # The engine has loaded them already: they are the same.
-    kernels = load_cpu_kernels(settings, device, progress).library
-    probe = LimitProbe(device, getattr(torch, engine.description.model.dtype), kernels)
-    results = _measure(engine, probe, arguments, progress)
+    results = _measure(engine, limit_probe(engine, settings, progress), arguments, progress)
     if arguments.json:
         machine = {
             "model": engine.description.model.name,

@@ -6,18 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from modelworker.worker.batch import StepBatch
-from modelworker.worker.cpu_kernels import load_cpu_kernels
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.flags import CommandParser, add_settings, checked_type
-from modelworker.worker.machine_limits import LimitProbe, MachineLimits
-from modelworker.worker.offline_engine import build_offline_engine, settings_with_model
+from modelworker.worker.machine_limits import MachineLimits
+from modelworker.worker.offline_engine import build_offline_engine, limit_probe, settings_with_model
 from modelworker.worker.profile import StepProfile, profile_step
 from modelworker.worker.profile_table import OpTime, shown_ops
-from modelworker.worker.progress import Progress
 from modelworker.worker.setting_values import positive_int
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.step_bench import StepCase, make_batch, obstacle, ways_to_run
@@ -65,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     batch = make_batch(case, engine.description)
     way = _way(engine, batch, arguments.mode)
     with progress.stage("measuring"):
-        limits = _limits(engine, settings, progress)
+        limits = limit_probe(engine, settings, progress).measure()
         profile = profile_step(engine, batch, way, limits, num_steps=arguments.steps)
     try:
         arguments.output.write_text(json.dumps(profile.trace))
@@ -181,10 +177,3 @@ def _way(engine: Engine, batch: StepBatch, mode: str) -> Way:
     if mode not in ways:
         raise SettingsError(f"--mode {mode}: this step can't be run so here, expected one of auto, {', '.join(ways)}")
     return ways[mode]
-
-
-def _limits(engine: Engine, settings: WorkerSettings, progress: Progress) -> MachineLimits:
-    device = torch.device(engine.description.execution.device)
-    # The engine has loaded them already: they are the same.
-    kernels = load_cpu_kernels(settings, device, progress).library
-    return LimitProbe(device, getattr(torch, engine.description.model.dtype), kernels).measure()
