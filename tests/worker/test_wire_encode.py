@@ -20,7 +20,8 @@ from modelworker.worker.result import (
     StepTimings,
 )
 from modelworker.worker.wire import CAPABILITIES, encode_reset_kv_cache, encode_result, encode_worker_info, parse_step
-from modelworker_testing.steps import describe_worker, step_request
+from modelworker_testing.descriptions import describe_worker
+from modelworker_testing.steps import step_request
 
 
 def int32(*values: int) -> Any:
