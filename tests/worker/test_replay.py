@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from modelworker.worker.wire import parse_step
 from modelworker_testing.checkpoints import save_tiny
 from modelworker_testing.commands import command_in_process
 from modelworker_testing.engines import engine_of, tiny_settings
-from modelworker_testing.worker_process import worker_process
+from modelworker_testing.worker_process import WorkerProcess, worker_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
@@ -447,13 +447,19 @@ def test_the_command_refuses_a_folder_without_recordings(
     assert "can't be read: No such file or directory" in capsys.readouterr().err
 
 
+@contextmanager
+def recording_worker(model: Path, folder: Path) -> Iterator[tuple[WorkerProcess, Client]]:
+    flags = ("--num-blocks", "32", "--block-size", "4", "--threads", "1", "--record-steps", str(folder))
+    with worker_process(model, *flags) as worker, Client(worker.address) as client:
+        yield worker, client
+
+
 def test_a_pipelined_stream_with_feedback_and_drafts_is_replayed_equal(
     recorded: Recorded, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The recorded requests hold placeholders for tokens that only the engine knew, guesses, and copies of shared blocks."""
     folder = tmp_path / "steps"
-    flags = ("--num-blocks", "32", "--block-size", "4", "--threads", "1", "--record-steps", str(folder))
-    with worker_process(recorded.model, *flags) as worker, Client(worker.address) as client:
+    with recording_worker(recorded.model, folder) as (_, client):
         for num_drafts, depth in ((0, 2), (2, 1)):
             session = StreamSession(client, max_unanswered=depth)
             scheduler = Scheduler(session, SchedulerSettings(num_drafts=num_drafts))
@@ -479,8 +485,7 @@ def test_what_a_real_worker_served_is_replayed_equal(
 ) -> None:
     """Sequenced steps of a router, unsequenced ones, random and greedy ones, and an epoch that began by a reset."""
     folder = tmp_path / "steps"
-    flags = ("--num-blocks", "32", "--block-size", "4", "--threads", "1", "--record-steps", str(folder))
-    with worker_process(recorded.model, *flags) as worker, Client(worker.address) as client:
+    with recording_worker(recorded.model, folder) as (worker, client):
         for request in steps_of_two_sequences(0.7):
             client.execute(request)
         session = FencedSession(client)
