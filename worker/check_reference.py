@@ -1,6 +1,7 @@
 """What plain modules make of a step's rows, and graphs held against it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.graphs.shapes import GraphKey
-from modelworker.ops.cpu.threads import torch_threads
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.step_buffers import NULL_BLOCK
@@ -19,8 +19,6 @@ from modelworker.worker.twin_steps import TwinStep
 _CANARY = 1024.0
 # Of the blocks that no row owns, evenly spread, so many are watched: all of a small cache, of a large one those that cost little.
 _MAX_WATCHED_BLOCKS = 64
-# Of torch's own ops, which are many and small: while another process has a core, waiting for it would cost more.
-_NUM_THREADS = 1
 STRAY_WRITE = "keys or values were written outside of the step's slots"
 
 
@@ -52,7 +50,7 @@ class CheckReference:
         self._second_slots = _Slots(step.over_second(), block_size)
         self._hidden = torch.empty(0)
         self._stored: list[Tensor] = []
-        with torch_threads(_NUM_THREADS):
+        with one_thread():
             _fill_alike(self._caches, self._first, self._second)
             for cache in self._caches:
                 self._first_slots.write(cache, _CANARY)
@@ -62,13 +60,13 @@ class CheckReference:
 
     def run_plain(self, indices: Sequence[int]) -> None:
         """Lets plain modules run some of the rows: what graphs are compared with until this is called again."""
-        with torch_threads(_NUM_THREADS):
+        with one_thread():
             for cache in self._caches:
                 # Whoever reads a block that no row has must not find the same as a graph that does it too.
                 cache[self._nearest] = -_CANARY
         batch = self.step.over_first(indices)
         self._hidden = self._runner.decode(batch, self._runner.stage(batch, None), PLAIN_WAY).hidden_states.clone()
-        with torch_threads(_NUM_THREADS):
+        with one_thread():
             self._stored = [self._first_slots.read(cache) for cache in self._caches]
             for cache in self._caches:
                 self._first_slots.write(cache, _CANARY)
@@ -92,7 +90,7 @@ class CheckReference:
         fault = "" if bool(actual.isfinite().all()) else "hidden states are not finite"
         tokens = torch.from_numpy(self.step.tokens_of(indices)).to(actual.device)
         others = torch.ones(self.step.num_tokens, dtype=torch.bool, device=actual.device).index_fill_(0, tokens, False)
-        with torch_threads(_NUM_THREADS):
+        with one_thread():
             differences = [relative_difference(actual[: batch.num_tokens], self._hidden)]
             for cache, stored in zip(self._caches, self._stored, strict=True):
                 found = self._second_slots.read(cache)
@@ -105,7 +103,7 @@ class CheckReference:
 
     def has_stray_writes(self) -> bool:
         """Returns whether graphs wrote to contexts, or to blocks that no row has."""
-        with torch_threads(_NUM_THREADS):
+        with one_thread():
             return not all(
                 torch.equal(cache[self._first], content)
                 and torch.equal(cache[self._second], content)
@@ -135,6 +133,17 @@ def _watched_blocks(num_blocks: int, step: TwinStep) -> Tensor:
     others = np.setdiff1d(np.arange(NULL_BLOCK, num_blocks), owned)
     places = np.linspace(0, len(others) - 1, min(len(others), _MAX_WATCHED_BLOCKS)).round().astype(np.int64)
     return torch.from_numpy(others[places]).long()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keeps torch's own ops on this thread. They are many and small: while another process has a core, waiting would cost more."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _fill_alike(caches: Sequence[Tensor], first: Tensor, second: Tensor) -> None:
