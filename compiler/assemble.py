@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from modelworker.compiler.dataflow import Step, check_shared_memory
+from modelworker.compiler.dataflow import PartAccess, check_shared_memory
 from modelworker.compiler.errors import CompileError
 from modelworker.compiler.piece import PieceGraph, build_piece
 from modelworker.compiler.program import Argument, OpStage, PieceStage, Program, SlotArgument, Stage
@@ -43,12 +43,12 @@ def assemble(trace: Trace, split: Split, inputs: Iterable[str]) -> tuple[Program
     """
     external = {*trace.inputs.values(), *trace.bound.values()}
     unique: dict[str, UniquePiece] = {}
-    steps = _steps(trace, split, external, unique)
-    check_shared_memory(steps, trace, external)
-    return _number(trace, split, steps, tuple(inputs), tuple(unique)), tuple(unique.values())
+    accesses = _accesses(trace, split, external, unique)
+    check_shared_memory(accesses, trace, external)
+    return _number(trace, split, accesses, tuple(inputs), tuple(unique)), tuple(unique.values())
 
 
-def _steps(trace: Trace, split: Split, external: set[fx.Node], unique: dict[str, UniquePiece]) -> list[Step]:
+def _accesses(trace: Trace, split: Split, external: set[fx.Node], unique: dict[str, UniquePiece]) -> list[PartAccess]:
     wanted = {split.same.get(output, output) for output in trace.outputs}
     graphs: dict[Run, PieceGraph] = {}
     for part in reversed(split.parts):
@@ -58,10 +58,10 @@ def _steps(trace: Trace, split: Split, external: set[fx.Node], unique: dict[str,
         else:
             wanted.update(split.reads(part))
     mutated: dict[str, dict[int, bool]] = {}
-    steps = []
+    accesses = []
     for part in split.parts:
         if isinstance(part, fx.Node):
-            steps.append(_op_step(part, split))
+            accesses.append(_op_access(part, split))
             continue
         graph = graphs[part]
         if graph.form not in mutated:
@@ -71,16 +71,16 @@ def _steps(trace: Trace, split: Split, external: set[fx.Node], unique: dict[str,
         piece = UniquePiece(graph, returned, graph.digest(returned))
         unique.setdefault(piece.digest, piece)
         makes = (*graph.outputs, *(graph.inputs[index] for index in returned))
-        steps.append(
-            Step(part, graph.inputs, tuple(graph.inputs[index] for index in written), makes, list(unique).index(piece.digest))
+        accesses.append(
+            PartAccess(part, graph.inputs, tuple(graph.inputs[index] for index in written), makes, list(unique).index(piece.digest))
         )
-    return steps
+    return accesses
 
 
-def _op_step(node: fx.Node, split: Split) -> Step:
+def _op_access(node: fx.Node, split: Split) -> PartAccess:
     written = tensors_in(written_arguments(overload_of(node), node.args, node.kwargs))
     mutates = tuple(split.same.get(read, read) for read in written)
-    return Step(node, tuple(split.reads(node)), mutates, _results_of(node))
+    return PartAccess(node, tuple(split.reads(node)), mutates, _results_of(node))
 
 
 def _results_of(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -96,24 +96,24 @@ def _results_of(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(users.get(index, node) for index in range(len(value)))
 
 
-def _number(trace: Trace, split: Split, steps: list[Step], inputs: tuple[str, ...], pieces: tuple[str, ...]) -> Program:
+def _number(trace: Trace, split: Split, accesses: list[PartAccess], inputs: tuple[str, ...], pieces: tuple[str, ...]) -> Program:
     slots: dict[fx.Node, int] = {node: index for index, node in trace.inputs.items()}
     slots |= {node: len(inputs) + index for index, node in enumerate(trace.bound.values())}
     first_computed = len(inputs) + len(trace.bound)
     outputs = [split.same.get(output, output) for output in trace.outputs]
     last_use: dict[fx.Node, int] = {}
     num_slots = first_computed
-    for index, step in enumerate(steps):
-        for node in step.makes:
+    for index, access in enumerate(accesses):
+        for node in access.makes:
             if node not in slots:
                 slots[node] = num_slots
                 num_slots += 1
-        last_use |= dict.fromkeys((*step.reads, *step.makes), index)
+        last_use |= dict.fromkeys((*access.reads, *access.makes), index)
     stages = []
-    for index, step in enumerate(steps):
+    for index, access in enumerate(accesses):
         over = [slots[node] for node, last in last_use.items() if last == index and node not in outputs]
         releases = tuple(slot for slot in over if slot >= first_computed)
-        stages.append(_stage(step, split, slots, releases))
+        stages.append(_stage(access, split, slots, releases))
     return Program(
         inputs=inputs,
         bound=tuple(trace.bound),
@@ -125,11 +125,11 @@ def _number(trace: Trace, split: Split, steps: list[Step], inputs: tuple[str, ..
     )
 
 
-def _stage(step: Step, split: Split, slots: dict[fx.Node, int], releases: tuple[int, ...]) -> Stage:
-    writes = tuple(slots[node] for node in step.makes)
-    if isinstance(step.part, Run):
-        return PieceStage(step.piece, tuple(slots[node] for node in step.reads), writes, releases)
-    node = step.part
+def _stage(access: PartAccess, split: Split, slots: dict[fx.Node, int], releases: tuple[int, ...]) -> Stage:
+    writes = tuple(slots[node] for node in access.makes)
+    if isinstance(access.part, Run):
+        return PieceStage(access.piece, tuple(slots[node] for node in access.reads), writes, releases)
+    node = access.part
 
     def argument(value: Any) -> Argument:
         if isinstance(value, fx.Node) and isinstance(value.meta.get("example_value"), torch.Tensor):

@@ -11,7 +11,7 @@ from modelworker.compiler.trace import Sizes, Trace, place_of
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PartAccess:
     """A part with the nodes of the tensors that it handles.
 
     Attributes:
@@ -29,30 +29,30 @@ class Step:
     piece: int = -1
 
 
-def check_shared_memory(steps: list[Step], trace: Trace, external: set[fx.Node]) -> None:
+def check_shared_memory(accesses: list[PartAccess], trace: Trace, external: set[fx.Node]) -> None:
     """Refuses models that read through one tensor what another part wrote through another tensor.
 
     Within a piece that is fine. Across pieces it is not: what a piece returns need not share memory as the model's tensors do.
 
     Args:
-        steps: in order.
+        accesses: in order.
         trace: of the model.
         external: the nodes of the step's inputs and of bound tensors.
 
     Raises:
         CompileError: the model does so.
     """
-    last_read = {node: index for index, step in enumerate(steps) for node in step.reads}
-    last_read |= dict.fromkeys(trace.outputs, len(steps))
+    last_read = {node: index for index, access in enumerate(accesses) for node in access.reads}
+    last_read |= dict.fromkeys(trace.outputs, len(accesses))
     made = dict.fromkeys(external)
-    for index, step in enumerate(steps):
-        for written in step.mutates:
+    for index, access in enumerate(accesses):
+        for written in access.mutates:
             for other in made:
-                is_read = last_read.get(other, -1) > index or other in step.reads
+                is_read = last_read.get(other, -1) > index or other in access.reads
                 if other is not written and is_read and _may_overlap(other, written, trace.sizes):
                     place = place_of(written)
                     raise CompileError(f"{written.name} is written to while {other.name}, in the same memory, is still read{place}")
-        made |= dict.fromkeys(node for node in step.makes if isinstance(node.meta["example_value"], Tensor))
+        made |= dict.fromkeys(node for node in access.makes if isinstance(node.meta["example_value"], Tensor))
 
 
 def _may_overlap(one: fx.Node, other: fx.Node, sizes: Sizes) -> bool:

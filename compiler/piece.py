@@ -1,4 +1,4 @@
-"""Pieces: a run of nodes as a graph of its own, and the canonical form by which equal pieces are found.
+"""Pieces: a run of nodes as a graph of its own.
 
 A piece's graph takes tensors only. What it needs of the step's sizes it reads off its inputs, and parameters are inputs like any
 other, so the pieces of all layers of a model are equal.
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from modelworker.compiler.canonical_form import canonical_form, symbols_of
 from modelworker.compiler.errors import CompileError
 from modelworker.compiler.split import Geometry, Run, Split, geometry_of, written_arguments
 from modelworker.compiler.trace import Sizes, Trace, place_of
@@ -54,7 +55,7 @@ class PieceGraph:
         shape_env = ShapeEnv()
         mode = FakeTensorMode(shape_env=shape_env)
         with mode:
-            symbols = _symbols_of(self.geometries)
+            symbols = symbols_of(self.geometries)
             sizes = {symbol: shape_env.create_unbacked_symint() for symbol in symbols}
             for size in sizes.values():
                 torch._check(size >= 0)
@@ -156,7 +157,7 @@ def build_piece(trace: Trace, split: Split, run: Run, wanted: Iterable[fx.Node])
     builder.graph.output(tuple(builder.copies[node] for node in outputs))
     inputs = tuple(builder.inputs)
     geometries = tuple(geometry_of(node, trace.sizes) for node in inputs)
-    max_sizes = tuple(trace.max_sizes.get(str(symbol)) for symbol in _symbols_of(geometries))
+    max_sizes = tuple(trace.max_sizes.get(str(symbol)) for symbol in symbols_of(geometries))
     form = canonical_form(builder.graph, geometries, max_sizes)
     return PieceGraph(builder.graph, inputs, tuple(outputs), geometries, max_sizes, form)
 
@@ -247,12 +248,6 @@ def _input_with(trace: Trace, symbol: sympy.Symbol) -> fx.Node:
     return next(node for _, node in sorted(trace.inputs.items()) if symbol in geometry_of(node, trace.sizes).shape)
 
 
-def _symbols_of(geometries: Iterable[Geometry]) -> list[sympy.Symbol]:
-    """Returns the symbols of geometries in order of first use."""
-    expressions = [size for geometry in geometries for size in (*geometry.shape, *geometry.strides)]
-    return list(dict.fromkeys(symbol for size in expressions for symbol in sorted(size.free_symbols, key=str)))
-
-
 def _fake(geometry: Geometry, values: Callable[[Iterable[sympy.Expr]], list[int | torch.SymInt]]) -> Tensor:
     shape, strides = values(geometry.shape), values(geometry.strides)
     fake = torch.empty_strided(shape, strides, dtype=geometry.dtype, device=geometry.device)
@@ -260,47 +255,3 @@ def _fake(geometry: Geometry, values: Callable[[Iterable[sympy.Expr]], list[int 
         return fake
     num_elements = fake.untyped_storage().nbytes() // geometry.dtype.itemsize
     return torch.empty(num_elements + 1, dtype=geometry.dtype, device=geometry.device).as_strided(shape, strides, 1)
-
-
-def canonical_form(graph: fx.Graph, geometries: Iterable[Geometry], max_sizes: Iterable[int | None]) -> str:
-    """Writes a graph down without names: what it calls with which arguments, and the kinds of its inputs.
-
-    Where in its memory an input begins is not part of it, but for its alignment: packed weights share one block of memory.
-    """
-    geometries = tuple(geometries)
-    names = {symbol: sympy.Symbol(f"s{index}") for index, symbol in enumerate(_symbols_of(geometries))}
-
-    def spell(expressions: Iterable[sympy.Expr]) -> str:
-        return ",".join(str(expression.xreplace(names)) for expression in expressions)
-
-    lines = [
-        f"{geometry.dtype} {geometry.device} [{spell(geometry.shape)}] [{spell(geometry.strides)}] {geometry.is_aligned}"
-        for geometry in geometries
-    ]
-    lines.append(f"at most {list(max_sizes)}")
-    numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            arguments = (*node.args, *sorted(node.kwargs.items()))
-            lines.append(f"{node.op} {_target_name(node)} {_spell_argument(arguments, numbers)}")
-    return "\n".join(lines)
-
-
-def _target_name(node: fx.Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target)
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return node.target._qualified_op_name
-    return f"{node.target.__module__}.{node.target.__qualname__}"
-
-
-def _spell_argument(argument: Any, numbers: dict[fx.Node, str]) -> str:
-    if isinstance(argument, fx.Node):
-        return numbers[argument]
-    if isinstance(argument, tuple | list):
-        return f"({','.join(_spell_argument(item, numbers) for item in argument)})"
-    if isinstance(argument, slice):
-        return f"slice{_spell_argument((argument.start, argument.stop, argument.step), numbers)}"
-    return repr(argument)

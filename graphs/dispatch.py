@@ -6,7 +6,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
 
-from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey, StepShape, fits
 from modelworker.graphs.sizes import gaps, graph_keys
 
@@ -98,14 +98,14 @@ class Dispatcher:
         return dict(self._obstacles)
 
     @property
-    def served_mode(self) -> GraphMode:
+    def served_mode(self) -> CaptureMode:
         """What is left of the settings' mode without the modes that are out of service."""
         mixed = self.settings.mode.mixed_mode
         mixed = RuntimeMode.NONE if mixed in self._obstacles else mixed
         decode = self.settings.mode.decode_mode
         # A decode that has no graph of its own runs as any other batch.
         decode = mixed if decode in self._obstacles else decode
-        return next(mode for mode in GraphMode if (mode.decode_mode, mode.mixed_mode) == (decode, mixed))
+        return next(mode for mode in CaptureMode if (mode.decode_mode, mode.mixed_mode) == (decode, mixed))
 
     def _why_not_full(self, shape: StepShape) -> Reason:
         if self.settings.mode.decode_mode is not RuntimeMode.FULL:

@@ -20,7 +20,7 @@ class RuntimeMode(IntEnum):
     """One captured graph for the whole step."""
 
 
-class GraphMode(StrEnum):
+class CaptureMode(StrEnum):
     """Which run-time modes are captured: one for uniform decode batches, one for all others."""
 
     NONE = "NONE"
@@ -32,16 +32,16 @@ class GraphMode(StrEnum):
     @property
     def decode_mode(self) -> RuntimeMode:
         """The best mode of batches in which every row is decode with the same query length."""
-        if self in (GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE):
+        if self in (CaptureMode.FULL_DECODE_ONLY, CaptureMode.FULL_AND_PIECEWISE):
             return RuntimeMode.FULL
         return RuntimeMode[self]
 
     @property
     def mixed_mode(self) -> RuntimeMode:
         """The best mode of all other batches."""
-        if self is GraphMode.FULL_DECODE_ONLY:
+        if self is CaptureMode.FULL_DECODE_ONLY:
             return RuntimeMode.NONE
-        if self is GraphMode.FULL_AND_PIECEWISE:
+        if self is CaptureMode.FULL_AND_PIECEWISE:
             return RuntimeMode.PIECEWISE
         return RuntimeMode[self]
 
@@ -62,7 +62,7 @@ class GraphSettings:
 
     max_sequences: int
     max_tokens_per_step: int
-    mode: GraphMode = GraphMode.FULL_AND_PIECEWISE
+    mode: CaptureMode = CaptureMode.FULL_AND_PIECEWISE
     decode_query_lens: tuple[int, ...] = (1,)
     decode_sizes: tuple[int, ...] | None = None
     mixed_sizes: tuple[int, ...] | None = None

@@ -27,7 +27,7 @@ _IMPLEMENTATIONS = {"forward_native": NATIVE, "forward_cpu": CPP, "forward_cuda"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class OpChoice:
     """What an op runs, and why.
 
     Attributes:
@@ -128,7 +128,7 @@ class CustomOp(Replaceable):
         """The op as an out-of-tree class computes it, on every platform; without one, native."""
         return self.forward_native(*args, **kwargs)
 
-    def _choose(self, ops: OpSettings, enforce_enable: bool, compile_native: bool) -> tuple[Choice, Forward]:
+    def _choose(self, ops: OpSettings, enforce_enable: bool, compile_native: bool) -> tuple[OpChoice, Forward]:
         enabled, reason = self._is_enabled(ops, enforce_enable)
         if enabled:
             method = self._enabled_forward(ops)
@@ -139,16 +139,16 @@ class CustomOp(Replaceable):
         forward = maybe_compile(native, ops, self.dynamic_arg_dims) if compile_native else native
         return self._explain("forward_native", reason, suffix="" if forward == native else ", compiled by itself"), forward
 
-    def _leave_replacement_out(self, ops: OpSettings, obstacle: str) -> tuple[Choice, Forward]:
+    def _leave_replacement_out(self, ops: OpSettings, obstacle: str) -> tuple[OpChoice, Forward]:
         method = _PLATFORM_FORWARDS[ops.platform]
         reason = f"{full_name(type(self))} is left out: {obstacle}"
         if REPLACEMENTS.warns_first(f"{self.op_name}: {reason}"):
             _logger.warning("%s: %s", self.op_name, reason)
         others = (_IMPLEMENTATIONS["forward_native"],)
-        choice = Choice(implementation=_IMPLEMENTATIONS[method], reason=reason, alternatives=others)
+        choice = OpChoice(implementation=_IMPLEMENTATIONS[method], reason=reason, alternatives=others)
         return choice, MethodType(getattr(self.replaced, method), self)
 
-    def _choose_recorded(self, ops: OpSettings) -> tuple[Choice | None, Forward]:
+    def _choose_recorded(self, ops: OpSettings) -> tuple[OpChoice | None, Forward]:
         """A recorded list has no use for native code: it holds the platform's kernel unless the op was switched off by name."""
         method = _PLATFORM_FORWARDS[ops.platform]
         # What a replacement computes is what it was made for: never the kernel of what it replaces.
@@ -193,14 +193,14 @@ class CustomOp(Replaceable):
         """Whether a replacement brings this method itself."""
         return self.replaced is not None and getattr(type(self), method) is not getattr(self.replaced, method)
 
-    def _explain(self, method: str, reason: str, suffix: str = "") -> Choice:
+    def _explain(self, method: str, reason: str, suffix: str = "") -> OpChoice:
         def label(name: str) -> str:
             return _IMPLEMENTATIONS[name] + (f" ({full_name(type(self))})" if self._is_own(name) else "")
 
         if self.replaced is not None and not any(self._is_own(name) for name in _IMPLEMENTATIONS):
             reason = f"{full_name(type(self))} overrides nothing; {reason}"
         others = tuple(label(name) for name in _IMPLEMENTATIONS if name != method and self._has(name))
-        return Choice(implementation=label(method) + suffix, reason=reason, alternatives=others)
+        return OpChoice(implementation=label(method) + suffix, reason=reason, alternatives=others)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ def returned_at(index: int) -> str:
 
 
 TOKEN_COUNTS = (0, 1, 3, 17, 256)
-DTYPES = (torch.float32, torch.bfloat16)
 PADDINGS = (0, 5)
 
 

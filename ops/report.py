@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from modelworker.ops.custom_op import Choice, CustomOp
+from modelworker.ops.custom_op import CustomOp, OpChoice
 from modelworker.ops.registry import OPS, full_name
 from modelworker.ops.replaceable import PluggableLayer
 
@@ -54,7 +54,7 @@ def _used_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield from _used_modules(child)
 
 
-def _entry(name: str, choice: Choice) -> OpReport:
+def _entry(name: str, choice: OpChoice) -> OpReport:
     return OpReport(name=name, implementation=choice.implementation, reason=choice.reason, alternatives=choice.alternatives)
 
 

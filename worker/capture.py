@@ -14,7 +14,7 @@ from modelworker.graphs.dispatch import Dispatcher, Reason
 from modelworker.graphs.full import FullGraphs
 from modelworker.graphs.graph_set import CaptureReport, GraphMemoryError, GraphSet, Program
 from modelworker.graphs.piecewise import PiecewiseGraphs, Stage
-from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, RuntimeMode
 from modelworker.graphs.sizes import gaps
 from modelworker.ops.cpu.recorder import Recorder
 from modelworker.ops.custom_op import recorded_forms
@@ -66,10 +66,10 @@ def graphs_of_device(
 
     A CPU captures its own kernels: without them there is nothing to record.
     """
-    if settings.mode is GraphMode.NONE or device.type != "cpu" or kernels.library is not None:
+    if settings.mode is CaptureMode.NONE or device.type != "cpu" or kernels.library is not None:
         return settings, ()
     message = f"graphs are lists of C++ kernels, and there are none ({kernels.missing}): steps run without graphs"
-    return replace(settings, mode=GraphMode.NONE, decode_sizes=None, mixed_sizes=None), (
+    return replace(settings, mode=CaptureMode.NONE, decode_sizes=None, mixed_sizes=None), (
         Degradation(reason="no_graphs", message=message),
     )
 

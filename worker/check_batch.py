@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from modelworker.worker.batch import Int32Array, SamplingBatch, StepBatch
+from modelworker.worker.arrays import Int32Array
+from modelworker.worker.batch import SamplingBatch, StepBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -3,22 +3,18 @@
 import argparse
 import itertools
 import json
-import logging
 import sys
 
 import torch
 
-from modelworker.worker.command_serve import check_model_path, find_model
-from modelworker.worker.counters import Counters
-from modelworker.worker.cpu_kernels import load_cpu_kernels
 from modelworker.worker.engine import Engine
-from modelworker.worker.flags import CommandParser, add_settings, checked_type, read_settings
+from modelworker.worker.flags import CommandParser, add_settings, checked_type
 from modelworker.worker.machine_limits import LimitProbe
-from modelworker.worker.progress import LogProgress, Progress
-from modelworker.worker.settings import WorkerSettings, positive_int, positive_ints
-from modelworker.worker.startup import build_engine
+from modelworker.worker.offline_engine import build_offline_engine, limit_probe, settings_with_model
+from modelworker.worker.progress import Progress
+from modelworker.worker.setting_values import positive_int, positive_ints
+from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.step_bench import StepCase, StepTimes, as_record, format_times, obstacle, run_cases
-from modelworker.worker.terminal import TerminalProgress
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -48,18 +44,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints a table, or JSON lines."""
-    settings = read_settings(WorkerSettings, arguments)
-    if not settings.model.model:
-        arguments.parser.error("no model: give --model DIR or set MODELWORKER_MODEL")
-    check_model_path(settings.model.model)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
-    engine = build_engine(find_model(settings, progress), progress, Counters())
-    device = torch.device(engine.description.execution.device)
-    # The engine has loaded them already: they are the same.
-    kernels = load_cpu_kernels(settings, device, progress).library
-    probe = LimitProbe(device, getattr(torch, engine.description.model.dtype), kernels)
-    results = _measure(engine, probe, arguments, progress)
+    settings = settings_with_model(arguments)
+    engine, progress = build_offline_engine(settings)
+    results = _measure(engine, limit_probe(engine, settings, progress), arguments, progress)
     if arguments.json:
         machine = {
             "model": engine.description.model.name,

@@ -3,19 +3,18 @@
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any
 
 from modelworker.worker.client import Client, WorkerCallError
 from modelworker.worker.client.session import FencedSession
 from modelworker.worker.client.stream_session import StreamSession
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.flags import CommandParser, checked_type
+from modelworker.worker.generation import Generation, TextPrinter
 from modelworker.worker.scheduler import (
     Event,
     FinishReason,
@@ -27,13 +26,12 @@ from modelworker.worker.scheduler import (
     Scheduler,
     SchedulerSettings,
     StepExecuted,
-    TokenLogprobs,
     TokenSampled,
     WorkerAnswerError,
     WorkerChangedError,
 )
-from modelworker.worker.settings import non_negative_int, positive_float, positive_int
-from modelworker.worker.tokenization import TextStream, TextTokenizer
+from modelworker.worker.setting_values import non_negative_int, positive_float, positive_int
+from modelworker.worker.tokenization import TextTokenizer
 
 _EXIT_OK = 0
 _EXIT_FAILED = 1
@@ -97,89 +95,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
     parser.set_defaults(run=run)
 
 
-@dataclass(eq=False, slots=True)
-class _Generation:
-    """One prompt and what became of it."""
-
-    prompt: str | None
-    request: Request
-    stream: TextStream | None
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
-    first_token_at: float | None = None
-    ended_at: float = 0.0
-    finished: RequestFinished | None = None
-
-    def take(self, event: TokenSampled | RequestFinished) -> None:
-        """Takes a token or the end."""
-        if isinstance(event, TokenSampled):
-            self.first_token_at = self.first_token_at or time.perf_counter()
-            self.logprobs.append(event.logprobs)
-            if not event.is_stop:
-                self.pieces.append(self._piece(event.token_id))
-        else:
-            self.finished = event
-            self.ended_at = time.perf_counter()
-            self.pieces.append(self.stream.finish() if self.stream else "")
-
-    def _piece(self, token_id: int) -> str:
-        return self.stream.push(token_id) if self.stream else f"{token_id} "
-
-    def result(self) -> dict[str, Any]:
-        """Returns the entry of `--json`."""
-        assert self.finished is not None
-        seconds = self.ended_at - self.started
-        first = None if self.first_token_at is None else round((self.first_token_at - self.started) * 1e3, 3)
-        result: dict[str, Any] = {
-            "prompt": self.prompt,
-            "prompt_ids": list(self.request.prompt_ids),
-            "output_ids": list(self.finished.output_ids),
-            "text": "".join(self.pieces) if self.stream else None,
-            "finish_reason": self.finished.reason.value,
-            "error": self.finished.error or None,
-            "timings": {
-                "first_token_ms": first,
-                "total_ms": round(seconds * 1e3, 3),
-                "tokens_per_second": round(len(self.finished.output_ids) / max(seconds, 1e-9), 3),
-            },
-        }
-        if self.request.sampling.num_logprobs >= 0:
-            result["logprobs"] = [None if each is None else asdict(each) for each in self.logprobs]
-        return result
-
-
-class _TextPrinter:
-    """Prints texts as they grow, in the order of the prompts: one streams, those after it wait for their turn."""
-
-    def __init__(self, generations: list[_Generation], out: TextIO) -> None:
-        self._generations = generations
-        self._out = out
-        self._current = 0
-        self._num_printed = 0
-
-    def update(self) -> None:
-        """Prints what is new."""
-        while self._current < len(self._generations):
-            generation = self._generations[self._current]
-            if self._num_printed == 0 and generation.pieces and len(self._generations) > 1:
-                label = generation.prompt if generation.prompt is not None else "token ids"
-                self._out.write(f"{'' if self._current == 0 else chr(10)}[{self._current + 1}] {_one_line(label)}\n")
-            self._out.write("".join(generation.pieces[self._num_printed :]))
-            self._num_printed = len(generation.pieces)
-            self._out.flush()
-            if generation.finished is None:
-                return
-            self._out.write("\n")
-            self._current += 1
-            self._num_printed = 0
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Generates and prints. Returns 0 if every prompt was served."""
     tokenizer = TextTokenizer.load(Path(arguments.tokenizer)) if arguments.tokenizer else None
     generations = _generations(arguments, tokenizer)
-    printer = None if arguments.json else _TextPrinter(generations, sys.stdout)
+    printer = None if arguments.json else TextPrinter(generations, sys.stdout)
     try:
         with Client(arguments.address) as client:
             steps = _generate(client, generations, arguments, printer.update if printer else None)
@@ -193,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _EXIT_FAILED if failed else _EXIT_OK
 
 
-def _generations(arguments: argparse.Namespace, tokenizer: TextTokenizer | None) -> list[_Generation]:
+def _generations(arguments: argparse.Namespace, tokenizer: TextTokenizer | None) -> list[Generation]:
     prompts: list[tuple[str | None, tuple[int, ...]]] = []
     for text in arguments.prompt:
         if tokenizer is None:
@@ -224,7 +144,7 @@ def _generations(arguments: argparse.Namespace, tokenizer: TextTokenizer | None)
         request = Request(prompt_ids=prompt_ids, max_tokens=arguments.max_tokens, sampling=sampling, stop_token_ids=stop_token_ids)
         for _ in range(arguments.n):
             stream = tokenizer.stream(prompt_ids) if tokenizer else None
-            generations.append(_Generation(prompt_text, request, stream))
+            generations.append(Generation(prompt_text, request, stream))
     return generations
 
 
@@ -243,7 +163,7 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 def _generate(
-    client: Client, generations: list[_Generation], arguments: argparse.Namespace, on_progress: Callable[[], None] | None
+    client: Client, generations: list[Generation], arguments: argparse.Namespace, on_progress: Callable[[], None] | None
 ) -> list[StepExecuted]:
     """Drives the worker until all prompts are served; gives its lease back in any case. Returns the steps."""
     states: list[str] = []
@@ -258,7 +178,7 @@ def _generate(
     steps: list[StepExecuted] = []
     try:
         scheduler = Scheduler(session, SchedulerSettings(num_drafts=arguments.speculate))
-        by_id: dict[int, _Generation] = {}
+        by_id: dict[int, Generation] = {}
         for start in range(0, len(generations), arguments.n):
             group = generations[start : start + arguments.n]
             try:
@@ -293,7 +213,7 @@ def _session(client: Client, arguments: argparse.Namespace) -> FencedSession:
     return session
 
 
-def _report(generations: list[_Generation], steps: list[StepExecuted]) -> dict[str, Any]:
+def _report(generations: list[Generation], steps: list[StepExecuted]) -> dict[str, Any]:
     seconds = max(each.ended_at for each in generations) - min(each.started for each in generations)
     num_tokens = sum(len(each.finished.output_ids) for each in generations if each.finished)
     return {
@@ -312,8 +232,3 @@ def _in_flags(error: RequestError, prompt: str | None) -> str:
     if name == "prompt_ids" and prompt is not None:
         return f"--prompt: {error.problem}"
     return f"--{_FLAGS.get(name, name).replace('_', '-')}{''.join(index)}: {error.problem}"
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 100 else line[:99] + "…"

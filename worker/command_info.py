@@ -12,7 +12,7 @@ from google.protobuf import json_format
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.client import Client, WorkerCallError, WorkerInfo
 from modelworker.worker.flags import CommandParser, checked_type
-from modelworker.worker.settings import positive_float
+from modelworker.worker.setting_values import positive_float
 from modelworker.worker.terminal import format_bytes, format_table
 
 _EXIT_OK = 0

@@ -17,7 +17,7 @@ from modelworker.worker.client import Client, WorkerCallError
 from modelworker.worker.errors import SettingsError, SetupError
 from modelworker.worker.flags import CommandParser, checked_type
 from modelworker.worker.payload import PayloadShape, SamplingShape, WorkerShape, build_payload, check_payload
-from modelworker.worker.settings import fraction, positive_float
+from modelworker.worker.setting_values import fraction, integer_within, positive_float
 
 _EXIT_OK = 0
 _MAX_INT32 = 2**31 - 1
@@ -87,12 +87,7 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.strip().isdecimal() or not low <= int(text) <= high:
-            raise SettingsError(f"{text!r} is not an integer of {low} .. {high}")
-        return int(text)
-
-    return checked_type(parse)
+    return checked_type(lambda text: integer_within(text, low, high))
 
 
 def _float32(parse: Callable[[str], float]) -> Callable[[str], float]:

@@ -2,32 +2,25 @@
 
 import argparse
 import json
-import logging
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from modelworker.compiler.environment import environment
 from modelworker.worker.batch import StepBatch
-from modelworker.worker.command_serve import check_model_path, find_model
-from modelworker.worker.counters import Counters
-from modelworker.worker.cpu_kernels import load_cpu_kernels
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SettingsError, SetupError
-from modelworker.worker.flags import CommandParser, add_settings, checked_type, read_settings
-from modelworker.worker.machine_limits import LimitProbe, MachineLimits
+from modelworker.worker.flags import CommandParser, add_settings, checked_type
+from modelworker.worker.machine_limits import MachineLimits
+from modelworker.worker.offline_engine import build_offline_engine, limit_probe, settings_with_model
 from modelworker.worker.profile import StepProfile, profile_step
 from modelworker.worker.profile_table import OpTime, shown_ops
-from modelworker.worker.progress import LogProgress, Progress
-from modelworker.worker.settings import WorkerSettings, positive_int
-from modelworker.worker.startup import build_engine
+from modelworker.worker.setting_values import positive_int
+from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.step_bench import StepCase, make_batch, obstacle, ways_to_run
 from modelworker.worker.step_runner import Way
-from modelworker.worker.terminal import TerminalProgress, format_table
+from modelworker.worker.terminal import format_table
 
 _AS_SERVED = "auto"
 _DECODE_CONTEXT = 128
@@ -65,20 +58,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[CommandParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints a table or JSON, and writes the trace if one is asked for."""
-    settings = read_settings(WorkerSettings, arguments)
-    if not settings.model.model:
-        arguments.parser.error("no model: give --model DIR or set MODELWORKER_MODEL")
-    check_model_path(settings.model.model)
+    settings = settings_with_model(arguments)
     if arguments.output is not None:
         _check_output(arguments.output)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
-    engine = build_engine(find_model(settings, progress), progress, Counters())
+    engine, progress = build_offline_engine(settings)
     case = _case(arguments, engine)
     batch = make_batch(case, engine.description)
     way = _way(engine, batch, arguments.mode)
     with progress.stage("measuring"):
-        limits = _limits(engine, settings, progress)
+        limits = limit_probe(engine, settings, progress).measure()
         with environment(**{_LOG_LEVEL: os.environ.get(_LOG_LEVEL, _LOG_NOTHING)}):
             profile = profile_step(engine, batch, way, limits, num_steps=arguments.steps)
     if arguments.output is not None:
@@ -201,10 +189,3 @@ def _way(engine: Engine, batch: StepBatch, mode: str) -> Way:
     if mode not in ways:
         raise SettingsError(f"--mode {mode}: this step can't be run so here, expected one of auto, {', '.join(ways)}")
     return ways[mode]
-
-
-def _limits(engine: Engine, settings: WorkerSettings, progress: Progress) -> MachineLimits:
-    device = torch.device(engine.description.execution.device)
-    # The engine has loaded them already: they are the same.
-    kernels = load_cpu_kernels(settings, device, progress).library
-    return LimitProbe(device, getattr(torch, engine.description.model.dtype), kernels).measure()

@@ -2,19 +2,15 @@
 
 import argparse
 import json
-import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from modelworker.worker.command_serve import check_model_path, find_model
-from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError
 from modelworker.worker.flags import CommandParser, add_settings
-from modelworker.worker.progress import LogProgress, Progress
+from modelworker.worker.offline_engine import build_offline_engine
 from modelworker.worker.recording import FILE_PATTERN, RecordingFile, facts_of
 from modelworker.worker.replay import ReplayReport, replay_files
 from modelworker.worker.replay_logprobs import LogprobsComparison
@@ -30,8 +26,6 @@ from modelworker.worker.settings import (
     WorkerSettings,
 )
 from modelworker.worker.settings_record import settings_from_record, with_overrides
-from modelworker.worker.startup import build_engine
-from modelworker.worker.terminal import TerminalProgress
 
 _EXIT_OK = 0
 _EXIT_DIFFERS = 1
@@ -72,10 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(arguments).items() if name not in ("recording", "json", "run", "parser")}
     recorded = _common_settings(files)
     settings = with_overrides(_without_what_eager_contradicts(recorded, given), given)
-    check_model_path(settings.model.model)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    progress: Progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
-    engine = build_engine(find_model(settings, progress), progress, Counters())
+    engine, progress = build_offline_engine(settings)
     check_same_model(engine, files)
     with progress.stage("replaying", total=sum(file.count_records() for file in files), unit="records") as advance:
         report = replay_files(engine, files, advance=advance)

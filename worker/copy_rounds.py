@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from modelworker.worker.batch import Int32Array
+from modelworker.worker.arrays import Int32Array
 
 
 class CopyRound(NamedTuple):

@@ -38,7 +38,7 @@ from modelworker.worker.scheduler import (
     WorkerAnswerError,
     WorkerChangedError,
 )
-from modelworker.worker.settings import positive_float, positive_int
+from modelworker.worker.setting_values import positive_float, positive_int
 from modelworker.worker.tokenization import TextStream, TextTokenizer
 
 _EXIT_OK = 0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from modelworker.worker.batch import GraphMode
+from modelworker.worker.result import GraphMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

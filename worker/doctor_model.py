@@ -1,13 +1,13 @@
 """What the doctor checks of device and model. Uses what `startup` uses, up to the point where weights would be read."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from modelworker.ops.cpu.isa import cpu_flags, usable_levels
+from modelworker.ops.cpu.threads import torch_threads
 from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.cpu_kernels import CpuKernels, choose_isa
 from modelworker.worker.errors import SetupError
@@ -126,23 +126,13 @@ def _token_ids(tokenizer: dict[str, Any]) -> Iterator[int]:
 
 
 def _dtype(settings: ModelSettings, config: ModelConfig, device: torch.device, num_threads: int) -> Found[DtypeChoice]:
-    with _threads(num_threads):
+    with torch_threads(num_threads):
         choice = choose_dtype(settings, config, measure_products(device))
     text = f"{choice.name}: {choice.reason}"
     if not choice.degradations:
         return Found(value=choice, text=text)
     messages = "; ".join(degradation.message for degradation in choice.degradations)
     return Found(value=choice, text=f"{text}; {messages}", status=Status.WARNING)
-
-
-@contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _max_model_len(settings: ModelSettings, config: ModelConfig) -> Found[int]:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from modelworker.worker.batch import Int32Array, SequenceErrorCode, SequenceFailure, StepBatch, StepResult, StepTimings, UInt64Array
+from modelworker.worker.arrays import Int32Array, UInt64Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import FatalEngineError
 from modelworker.worker.feedback import FeedbackTable, ResolvedStep
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
+from modelworker.worker.result import SequenceErrorCode, SequenceFailure, StepResult, StepTimings
 from modelworker.worker.sampling import Sampler
 from modelworker.worker.step_buffers import NO_SLOT, StepInputs
 from modelworker.worker.step_runner import StepRunner, Way

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from modelworker.graphs.settings import GraphMode, GraphSettings, GraphSettingsError, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, GraphSettingsError, RuntimeMode
 from modelworker.worker.compiler_passes import disabled_passes
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.settings import ExecutionSettings, StepSettings
@@ -39,7 +39,7 @@ class ExecutionPlan:
         """Returns what is left where the model can't be compiled: plain modules, and FULL graphs where there should be some."""
         mode = self.graphs.mode
         if RuntimeMode.PIECEWISE in (mode.decode_mode, mode.mixed_mode):
-            mode = GraphMode.FULL_DECODE_ONLY if mode.decode_mode is RuntimeMode.FULL else GraphMode.NONE
+            mode = CaptureMode.FULL_DECODE_ONLY if mode.decode_mode is RuntimeMode.FULL else CaptureMode.NONE
         sizes = self.graphs.decode_sizes if mode.decode_mode is RuntimeMode.FULL else None
         mixed_sizes = self.graphs.mixed_sizes if mode.mixed_mode is RuntimeMode.FULL else None
         graphs = replace(self.graphs, mode=mode, decode_sizes=sizes, mixed_sizes=mixed_sizes)
@@ -56,7 +56,7 @@ def plan_execution(settings: ExecutionSettings, step: StepSettings) -> Execution
     """
     level = settings.optimization_level
     if settings.enforce_eager:
-        if settings.graph_mode not in (None, GraphMode.NONE):
+        if settings.graph_mode not in (None, CaptureMode.NONE):
             raise SettingsError(f"--enforce-eager captures nothing, but --graph-mode {settings.graph_mode} asks for graphs")
         level = 0
     _refuse_what_nothing_compiles(settings, level)
@@ -82,12 +82,12 @@ def plan_execution(settings: ExecutionSettings, step: StepSettings) -> Execution
     )
 
 
-def _graph_mode(settings: ExecutionSettings, level: int) -> GraphMode:
+def _graph_mode(settings: ExecutionSettings, level: int) -> CaptureMode:
     is_partitioned = settings.graph_partition == "inductor"
-    default = GraphMode.NONE
+    default = CaptureMode.NONE
     if level >= 2:
-        default = GraphMode.FULL_DECODE_ONLY if is_partitioned else GraphMode.FULL_AND_PIECEWISE
-    mode = GraphMode(settings.graph_mode) if settings.graph_mode is not None else default
+        default = CaptureMode.FULL_DECODE_ONLY if is_partitioned else CaptureMode.FULL_AND_PIECEWISE
+    mode = CaptureMode(settings.graph_mode) if settings.graph_mode is not None else default
     if RuntimeMode.PIECEWISE in (mode.decode_mode, mode.mixed_mode):
         if level == 0:
             raise SettingsError(f"--graph-mode {mode} needs compiled pieces, but optimization level 0 compiles nothing")

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from modelworker.worker.batch import StepBatch, StepResult, UInt64Array
+from modelworker.worker.arrays import UInt64Array
+from modelworker.worker.batch import StepBatch
+from modelworker.worker.counters import Counters
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import (
     EngineFaultError,
@@ -22,8 +24,9 @@ from modelworker.worker.errors import (
     UnavailableError,
 )
 from modelworker.worker.fencing import FenceState
+from modelworker.worker.result import StepResult
 from modelworker.worker.settings import FencingSettings
-from modelworker.worker.step_queue import CounterSink, StepQueue
+from modelworker.worker.step_queue import StepQueue
 from modelworker.worker.ticket import Answer, Control, Item, Outcomes, Step, Ticket
 from modelworker.worker.trace_context import trace_id_of
 
@@ -76,7 +79,7 @@ class Executor:
 
     fatal: asyncio.Future[BaseException]
 
-    def __init__(self, *, settings: FencingSettings, stall_seconds: float, counters: CounterSink) -> None:
+    def __init__(self, *, settings: FencingSettings, stall_seconds: float, counters: Counters) -> None:
         self._queue = StepQueue(settings, counters, tell=self._tell, clear_kv_cache=self._clear_kv_cache)
         self._stall_seconds = stall_seconds
         self._engine: StepEngine | None = None

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from modelworker.worker.batch import FEEDBACK_TOKEN, IndexArray, Int32Array, StepBatch, StepResult, UInt64Array
+from modelworker.worker.arrays import IndexArray, Int32Array, UInt64Array
+from modelworker.worker.batch import FEEDBACK_TOKEN, StepBatch
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import StepLimits
-from modelworker.worker.errors import OverloadedError, PreconditionError, PreconditionReason
-from modelworker.worker.kept_tokens import KeptTokens, gap_error
+from modelworker.worker.errors import OverloadedError
+from modelworker.worker.kept_tokens import KeptTokens, gap_error, position_error
 from modelworker.worker.ragged import ranges
+from modelworker.worker.result import StepResult
 from modelworker.worker.sequence_index import UNKNOWN, SequenceIndex
 
 # What a token is whose sampling failed. No key or value is made of it: the row writes nothing.
@@ -170,7 +172,7 @@ class FeedbackTable:
         """
         ends = batch.context_lens[rows]
         has_ids = len(batch.sequence_ids) > 0
-        kept = self._kept_of(self._entries_of(batch.sequence_ids[rows]) if has_ids else np.full(len(rows), UNKNOWN, np.intp))
+        kept = self.recent(batch.sequence_ids[rows]) if has_ids else self._kept_of(np.full(len(rows), UNKNOWN, np.intp))
         gap = kept.first_gap(firsts, ends)
         if gap is not None:
             self._counters.increment("feedback_refusals_total", reason="mismatch")
@@ -233,18 +235,8 @@ class FeedbackTable:
         self._counters.increment("feedback_refusals_total", reason="mismatch")
         mismatched = np.flatnonzero(~fits)
         row, source = int(rows[mismatched[0]]), int(sources[mismatched[0]])
-        sequence_id = int(batch.sequence_ids[row])
-        others = f" ({len(mismatched)} rows in all)" if len(mismatched) > 1 else ""
-        metadata = {"row": row, "sequence_id": sequence_id}
-        found = "no token is kept for it"
-        if source != UNKNOWN:
-            metadata["position"] = int(self._positions[source])
-            found = f"its last token has position {metadata['position']}"
-        raise PreconditionError(
-            PreconditionReason.FEEDBACK_MISMATCH,
-            f"row {row}{others}: found -1 (feedback) at position {batch.context_lens[row]} of sequence {sequence_id}, but {found}",
-            **metadata,
-        )
+        position = int(self._positions[source]) if source != UNKNOWN else None
+        raise position_error(batch, row, num_rows=len(mismatched), position=position)
 
     # -- changes --
 

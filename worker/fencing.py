@@ -14,12 +14,12 @@ A pure state machine after "fencing" in the protocol: it has no threads, no queu
 
 import math
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from modelworker.worker.errors import PreconditionError, PreconditionReason, StepIdReusedError
+from modelworker.worker.replay_table import KeptAnswer, ReplayTable
 
 NOBODY = 0
 """Lease holder while there is no lease."""
@@ -57,39 +57,6 @@ class FencedStep(Protocol):
     def digest(self) -> bytes: ...  # noqa: D102
     @property
     def is_sequenced(self) -> bool: ...  # noqa: D102
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept(Generic[AnswerT]):
-    digest: bytes
-    answer: AnswerT
-    num_bytes: int
-
-
-class ReplayTable(Generic[AnswerT]):
-    """The last answers, for retries. The newest one is kept even if it is larger than the bound: it is the likeliest to be lost."""
-
-    def __init__(self, *, max_answers: int, max_bytes: int) -> None:
-        self._max_answers = max_answers
-        self._max_bytes = max_bytes
-        self._kept: OrderedDict[int, _Kept[AnswerT]] = OrderedDict()
-        self._num_bytes = 0
-
-    def get(self, step_id: int) -> _Kept[AnswerT] | None:
-        """Returns what is kept of a step."""
-        return self._kept.get(step_id)
-
-    def keep(self, step_id: int, kept: _Kept[AnswerT]) -> None:
-        """Adds an answer and lets go of the oldest ones over the bounds."""
-        self._kept[step_id] = kept
-        self._num_bytes += kept.num_bytes
-        while len(self._kept) > self._max_answers or (self._num_bytes > self._max_bytes and len(self._kept) > 1):
-            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
-
-    def clear(self) -> None:
-        """Lets go of all answers."""
-        self._kept.clear()
-        self._num_bytes = 0
 
 
 class Fence(Generic[AnswerT]):
@@ -201,7 +168,7 @@ class Fence(Generic[AnswerT]):
         """Records that a step was executed, and keeps the answer of a sequenced one."""
         if step.is_sequenced:
             self._last_executed = step.step_id
-            self._replays.keep(step.step_id, _Kept(self._in_flight.pop(step.step_id), answer, num_bytes))
+            self._replays.keep(step.step_id, KeptAnswer(self._in_flight.pop(step.step_id), answer, num_bytes))
             self._last_used = self._clock()
 
     def drop(self, step: FencedStep) -> None:

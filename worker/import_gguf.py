@@ -17,8 +17,8 @@ from modelworker.worker.gguf.config import generation_config, model_config, read
 from modelworker.worker.gguf.file import GgufFile
 from modelworker.worker.gguf.tokenizer import STYLES, build_tokenizer, tokenizer_config
 from modelworker.worker.gguf.weights import plan_weights, write_weights
-from modelworker.worker.progress import LogProgress, Progress
-from modelworker.worker.terminal import TerminalProgress
+from modelworker.worker.progress import Progress
+from modelworker.worker.terminal import progress_on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         SetupError: the file can't be imported, or the directory can't be written.
     """
-    progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else LogProgress()
+    progress = progress_on(sys.stderr)
     summary = import_gguf(
         arguments.file, arguments.directory, dtype=arguments.dtype, style=arguments.pre, force=arguments.force, progress=progress
     )

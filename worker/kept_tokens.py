@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelworker.worker.batch import IndexArray, Int32Array, Int64Array, StepBatch
+from modelworker.worker.arrays import IndexArray, Int32Array, Int64Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.errors import PreconditionError, PreconditionReason
 
 
@@ -52,4 +53,25 @@ def gap_error(batch: StepBatch, row: int, first: int, *, num_kept: int, position
         f"row {row}: the history covers {first} positions and the context {batch.context_lens[row]}, and of the sequence the "
         f"worker has {found}: send the tokens between them",
         row=row,
+    )
+
+
+def position_error(batch: StepBatch, row: int, *, num_rows: int, position: int | None) -> PreconditionError:
+    """Makes the error of a step whose -1 stands for no token.
+
+    Args:
+        batch: the step.
+        row: the first such row.
+        num_rows: how many there are.
+        position: of the last token that is kept for the row's sequence; None: none is.
+    """
+    sequence_id = int(batch.sequence_ids[row])
+    others = f" ({num_rows} rows in all)" if num_rows > 1 else ""
+    found = "no token is kept for it" if position is None else f"its last token has position {position}"
+    return PreconditionError(
+        PreconditionReason.FEEDBACK_MISMATCH,
+        f"row {row}{others}: found -1 (feedback) at position {batch.context_lens[row]} of sequence {sequence_id}, but {found}",
+        row=row,
+        sequence_id=sequence_id,
+        **({} if position is None else {"position": position}),
     )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import Int32Array, Int64Array
+from modelworker.worker.arrays import Int32Array, Int64Array
 from modelworker.worker.copy_rounds import plan_copies
 from modelworker.worker.description import KvCacheDescription
 from modelworker.worker.errors import SettingsError

@@ -12,7 +12,8 @@ from modelworker.worker.kv_cache import KvCacheGeometry, choose_num_blocks
 from modelworker.worker.machine import Machine
 from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.sampling import ROWS_AT_ONCE
-from modelworker.worker.settings import MAX_TABLE_SIZE, DeviceSettings, ModelSettings, StepSettings, WorkerSettings
+from modelworker.worker.setting_values import MAX_TABLE_SIZE
+from modelworker.worker.settings import DeviceSettings, ModelSettings, StepSettings, WorkerSettings
 from modelworker.worker.terminal import format_bytes
 
 _MAX_FEEDBACK_BYTES = 2**30

@@ -26,10 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modelworker.graphs.cpu_backend import CpuReplay
 from modelworker.ops.cpu.kernel_list import TimedRun
 from modelworker.ops.cpu.recorder import RecordedStep
-from modelworker.worker.batch import GraphExecution, StepBatch
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.engine import Engine
 from modelworker.worker.machine_limits import MachineLimits
 from modelworker.worker.profile_table import HOST, HOST_AND_GENERATED, OpTime, Weight, WeightUse, op_times
+from modelworker.worker.result import GraphExecution
 from modelworker.worker.step_runner import PLAIN_WAY, Way
 from modelworker.worker.trace_events import REPLAY, STEP, Event, annotations, complete_events, recorded_event
 

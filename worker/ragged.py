@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from modelworker.worker.batch import IndexArray, Int32Array, Int64Array
+from modelworker.worker.arrays import IndexArray, Int32Array, Int64Array
 
 _Integers = Int32Array | Int64Array | IndexArray
 

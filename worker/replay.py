@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from modelworker.worker.batch import IndexArray, SamplingBatch, StepBatch, StepResult
+from modelworker.worker.arrays import IndexArray
+from modelworker.worker.batch import SamplingBatch, StepBatch
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError, WorkerError
 from modelworker.worker.recording import ExecutedStep, RecordingFile, ReleasedSequences, read_steps
 from modelworker.worker.replay_logprobs import LogprobsComparison
+from modelworker.worker.result import StepResult
 from modelworker.worker.step_runner import PLAIN_WAY
 from modelworker.worker.wire import encode_result, parse_step
 

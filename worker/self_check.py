@@ -5,12 +5,14 @@ import time
 import numpy as np
 import torch
 
-from modelworker.worker.batch import Int32Array, StepBatch, StepResult
+from modelworker.worker.arrays import Int32Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.check_batch import CheckRow, CheckSampling, make_check_batch
 from modelworker.worker.description import SelfCheck
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import SetupError
 from modelworker.worker.progress import Progress
+from modelworker.worker.result import StepResult
 from modelworker.worker.step_buffers import NULL_BLOCK
 
 # The same tokens in one step and in chunks go through products of other shapes, which sum in another order. Logprobs of the most

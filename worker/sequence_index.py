@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from modelworker.worker.batch import IndexArray, UInt64Array
+from modelworker.worker.arrays import IndexArray, UInt64Array
 
 UNKNOWN = -1
 """Place of a sequence that has none."""

@@ -18,7 +18,7 @@ from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import NotBuiltError, UnavailableError
 from modelworker.worker.executor import Executor
 from modelworker.worker.stage import StageTracker
-from modelworker.worker.step_stream import EXECUTE_STEPS, StepStream
+from modelworker.worker.step_stream import EXECUTE_STEPS, StepStreamHandler
 from modelworker.worker.ticket import Answer, Ticket
 from modelworker.worker.wire import (
     check_request_size,
@@ -72,7 +72,7 @@ class ModelWorkerServicer(model_worker_pb2_grpc.ModelWorkerServicer):
         self._room = room
         self._log = log
         self._max_step_bytes: int | None = None
-        self._streams: weakref.WeakSet[StepStream] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[StepStreamHandler] = weakref.WeakSet()
         self._streams_end = False
 
     def check_size(self, method: str, raw: bytes) -> None:
@@ -129,7 +129,7 @@ class ModelWorkerServicer(model_worker_pb2_grpc.ModelWorkerServicer):
         """Executes steps in the order of their arrival, several in flight. A plain function: it refuses before anything streams."""
         call: CallContext = context
         description = self._description()
-        stream = StepStream(
+        stream = StepStreamHandler(
             parse=call.parse,
             admit=partial(self._admit_step, deadline_ns=_deadline_ns(call)),
             room=self._room,

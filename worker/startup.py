@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from modelworker.compiler.counters import CompileCounters
-from modelworker.graphs.settings import GraphMode
+from modelworker.graphs.settings import CaptureMode
 from modelworker.ops.report import report_ops
 from modelworker.worker.capture import graphs_of_device
 from modelworker.worker.counters import Counters
@@ -84,7 +84,7 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             kernels,
             compiles=plan.compiles,
             backend=plan.compiler,
-            captures=plan.graphs.mode is not GraphMode.NONE,
+            captures=plan.graphs.mode is not CaptureMode.NONE,
         )
         model = build_model(config, dtype=dtype, max_model_len=max_model_len, ops=ops)
         graphs, _ = graphs_of_device(plan.graphs, device, kernels)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import Int32Array, Int64Array, StepBatch
+from modelworker.worker.arrays import Int32Array, Int64Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.models.causal_lm import AttentionMetadata
 
 NULL_BLOCK = 0

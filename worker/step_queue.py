@@ -12,12 +12,13 @@ Whoever ends items tells all their callers in one turn of the event loop.
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from modelworker.worker.batch import StepBatch, StepResult
+from modelworker.worker.backlog import Backlog
+from modelworker.worker.batch import StepBatch
+from modelworker.worker.counters import Counters
 from modelworker.worker.errors import (
     EngineFaultError,
     OverloadedError,
@@ -28,19 +29,14 @@ from modelworker.worker.errors import (
     WorkerError,
 )
 from modelworker.worker.fencing import NOBODY, Fence, FenceState
+from modelworker.worker.result import StepResult
 from modelworker.worker.settings import FencingSettings
+from modelworker.worker.step_counts import count_step
 from modelworker.worker.ticket import Answer, Control, Item, Outcomes, Step, Ticket
 
 _MIN_RETRY_AFTER_MS = 5
 
 T = TypeVar("T")
-
-
-class CounterSink(Protocol):
-    """Where the queue counts."""
-
-    def increment(self, name: str, amount: int = 1, /, **labels: str) -> None:
-        """Adds to a counter."""
 
 
 class StepQueue:
@@ -56,7 +52,7 @@ class StepQueue:
     def __init__(
         self,
         settings: FencingSettings,
-        counters: CounterSink,
+        counters: Counters,
         *,
         tell: Callable[[Outcomes], None],
         clear_kv_cache: Callable[[], None],
@@ -73,12 +69,7 @@ class StepQueue:
             max_replay_bytes=settings.max_replay_memory,
             clock=time.monotonic,
         )
-        self._queue: deque[Item] = deque()
-        self._running: Item | None = None
-        self._running_since_ns = 0
-        self._last_step_ns = 0
-        self._num_steps = 0
-        self._sequenced: dict[tuple[int, int, int], Step] = {}
+        self._backlog = Backlog()
         self._is_draining = False
         self._is_closed = False
 
@@ -93,12 +84,12 @@ class StepQueue:
     @property
     def num_queued(self) -> int:
         """Items that wait for the engine."""
-        return len(self._queue)
+        return self._backlog.num_waiting
 
     @property
     def num_steps_in_flight(self) -> int:
         """Steps queued or running."""
-        return self._num_steps
+        return self._backlog.num_steps
 
     @property
     def is_draining(self) -> bool:
@@ -114,18 +105,18 @@ class StepQueue:
     def is_drained(self) -> bool:
         """Whether new work is refused and all accepted work has ended."""
         with self._work:
-            return self._is_draining and not self._queue and self._running is None
+            return self._is_draining and self._backlog.is_empty
 
     @property
     def running(self) -> Item | None:
         """The item that the engine is on."""
-        return self._running
+        return self._backlog.running
 
     @property
     def running_seconds(self) -> float:
         """How long the engine has been on its present item; 0 while it is idle."""
         with self._work:
-            return 0.0 if self._running is None else (time.monotonic_ns() - self._running_since_ns) / 1e9
+            return self._backlog.running_seconds
 
     # -- event loop --
 
@@ -142,16 +133,18 @@ class StepQueue:
                 return self._replay(answer)
             if batch.deadline_ns is not None and time.monotonic_ns() >= batch.deadline_ns:
                 raise StepDeadlineError("the deadline passed before the step was admitted")
-            step = self._sequenced.get((batch.worker_epoch, batch.router_id, batch.step_id))
+            step = self._backlog.same_step(batch)
             if step is not None:
                 return self._join(step, batch)
             self._check_not_draining()
-            self._check_room(self._num_steps, "steps are in flight", self._max_in_flight)
+            self._check_room(self._backlog.num_steps, "steps are in flight", self._max_in_flight)
             if self._fence.take_over(batch):
                 self._counters.increment("kv_cache_resets_total", reason="takeover")
                 self._push(Control(self._clear_kv_cache))
             self._fence.admit(batch)
-            return self._add(Step(batch))
+            step = Step(batch)
+            self._push(step)
+            return self._ticket(step, batch.deadline_ns)
 
     def call(self, action: Callable[[], T]) -> Ticket[T]:
         """Has `action` called on the engine thread, after what is queued.
@@ -162,7 +155,7 @@ class StepQueue:
         with self._work:
             self._check_open()
             self._check_not_draining()
-            self._check_room(len(self._queue), "steps and calls are queued", 2 * self._max_in_flight)
+            self._check_room(self._backlog.num_waiting, "steps and calls are queued", 2 * self._max_in_flight)
             control = Control(action)
             self._push(control)
             return self._ticket(control, None)
@@ -182,13 +175,6 @@ class StepQueue:
         self._check_room(len(step.tickets), f"callers wait for {step.name}", self._max_in_flight)
         self._counters.increment("steps_joined_total")
         return self._ticket(step, batch.deadline_ns)
-
-    def _add(self, step: Step) -> Ticket[Answer]:
-        self._num_steps += 1
-        if step.batch.is_sequenced:
-            self._sequenced[step.key] = step
-        self._push(step)
-        return self._ticket(step, step.batch.deadline_ns)
 
     def _ticket(self, item: Item, deadline_ns: int | None) -> Ticket[Any]:
         ticket: Ticket[Any] = Ticket(
@@ -227,11 +213,11 @@ class StepQueue:
     def _check_room(self, count: int, what: str, limit: int) -> None:
         if count >= limit:
             # A place becomes free when the running item ends.
-            wait_ms = math.ceil(max(self._last_step_ns / 1e6, self.running_seconds * 1e3))
+            wait_ms = math.ceil(max(self._backlog.last_step_seconds, self._backlog.running_seconds) * 1e3)
             raise OverloadedError(f"{count} {what}, the limit is {limit}", retry_after_ms=max(_MIN_RETRY_AFTER_MS, wait_ms))
 
     def _push(self, item: Item) -> None:
-        self._queue.append(item)
+        self._backlog.append(item)
         self._work.notify()
 
     # -- engine thread --
@@ -240,14 +226,12 @@ class StepQueue:
         """Waits for an item that may start now, and makes it the running one. Returns None once the queue is closed."""
         with self._work:
             while not self._is_closed:
-                if not self._queue:
+                if not self._backlog.num_waiting:
                     self._work.wait()
                     continue
-                item = self._queue.popleft()
-                item.is_queued = False
+                item = self._backlog.pop_first()
                 if isinstance(item, Control) or self._may_start(item):
-                    self._running = item
-                    self._running_since_ns = time.monotonic_ns()
+                    self._backlog.start(item)
                     return item
         return None
 
@@ -255,26 +239,16 @@ class StepQueue:
         """Answers an executed step, and keeps the answer for retries."""
         answer = Answer(result=result, worker_epoch=step.started_epoch)
         num_bytes = result.num_bytes
-        self._count(step.batch, result)  # First: who reads an answer finds it counted.
+        count_step(self._counters, step.batch, result)  # First: who reads an answer finds it counted.
         with self._work:
             self._fence.finish(step.batch, answer, num_bytes)
-            self._last_step_ns = time.monotonic_ns() - self._running_since_ns
-            self._tell([(self._forget(step), answer)])
-
-    def _count(self, batch: StepBatch, result: StepResult) -> None:
-        self._counters.increment("steps_executed_total", sequenced=str(batch.is_sequenced).lower())
-        self._counters.increment("graph_executions_total", mode=result.graph.mode.name, fallback=result.graph.fallback_reason)
-        self._counters.increment("tokens_total", batch.num_tokens)
-        self._counters.increment("sampled_tokens_total", len(result.sampled_ids))
-        self._counters.increment("kv_blocks_zeroed_total", len(batch.zero_block_ids))
-        self._counters.increment("kv_blocks_copied_total", len(batch.copy_destination_ids))
-        for failure in result.sequence_errors:
-            self._counters.increment("sequence_errors_total", code=failure.code.name)
+            self._backlog.last_step_seconds = self._backlog.running_seconds
+            self._tell([(self._backlog.forget(step), answer)])
 
     def answer(self, control: Control, outcome: object) -> None:
         """Answers a call that is no step."""
         with self._work:
-            self._tell([(self._forget(control), outcome)])
+            self._tell([(self._backlog.forget(control), outcome)])
 
     def refuse(self, step: Step, refusal: WorkerError) -> None:
         """Ends a running step that the engine has refused before executing anything of it."""
@@ -285,9 +259,9 @@ class StepQueue:
         """Ends a running step that has failed after launch: what the KV cache holds is unknown, so that a new epoch begins."""
         with self._work:
             self._counters.increment("engine_faults_total")
-            outcomes: Outcomes = [(self._forget(step), error)]
+            outcomes: Outcomes = [(self._backlog.forget(step), error)]
             outcomes += self._begin_epoch(self._fence.holder, "fault")
-            self._queue.appendleft(Control(self._clear_kv_cache))
+            self._backlog.put_first(Control(self._clear_kv_cache))
             self._tell(outcomes)
 
     def reset(self, expected_epoch: int) -> int:
@@ -320,10 +294,11 @@ class StepQueue:
         with self._work:
             self._is_closed = True
             outcomes: Outcomes = []
-            if running_error is not None and self._running is not None:
-                outcomes.append((self._forget(self._running), running_error))
+            running = self._backlog.running
+            if running_error is not None and running is not None:
+                outcomes.append((self._backlog.forget(running), running_error))
             error = UnavailableError("the worker has stopped: the step was not executed")
-            self._tell(outcomes + self._drop_all(self._queue, error, "closed"))
+            self._tell(outcomes + self._drop_all(self._backlog.waiting, error, "closed"))
             self._work.notify()
 
     def _may_start(self, step: Step) -> bool:
@@ -349,33 +324,19 @@ class StepQueue:
 
     def _drop(self, item: Item, error: WorkerError, reason: str) -> Outcomes:
         """Ends an item that was not executed, and the sequenced steps behind it, whose turn can't come any more."""
-        dropped = [item]
+        dropped: list[Item] = [item]
         if isinstance(item, Step) and item.batch.is_sequenced:
             self._fence.drop(item.batch)
-            first_id = item.batch.step_id
-            dropped += [other for other in self._queue if isinstance(other, Step) and other.batch.step_id > first_id]
+            dropped += self._backlog.steps_after(item.batch)
         return self._drop_all(dropped, error, reason)
 
-    def _drop_all(self, items: Iterable[Item], error: WorkerError, reason: str) -> Outcomes:
-        dropped = list(items)
-        self._queue = deque(item for item in self._queue if item not in dropped)
-        self._counters.increment("steps_dropped_total", sum(isinstance(item, Step) for item in dropped), reason=reason)
-        return [(self._forget(item), error) for item in dropped]
+    def _drop_all(self, items: Sequence[Item], error: WorkerError, reason: str) -> Outcomes:
+        self._backlog.remove(items)
+        self._counters.increment("steps_dropped_total", sum(isinstance(item, Step) for item in items), reason=reason)
+        return [(self._backlog.forget(item), error) for item in items]
 
     def _begin_epoch(self, holder: int, reason: str) -> Outcomes:
         old_epoch = self._fence.epoch
         self._fence.begin_epoch(holder=holder)
         self._counters.increment("kv_cache_resets_total", reason=reason)
-        stale = [item for item in self._queue if isinstance(item, Step) and item.batch.worker_epoch == old_epoch]
-        return self._drop_all(stale, self._fence.lost(old_epoch), "kv_cache_lost")
-
-    def _forget(self, item: Item) -> list[Ticket[Any]]:
-        """Takes an item that has ended out of the books. Returns who is to be told."""
-        item.is_queued = False
-        if item is self._running:
-            self._running = None
-        if isinstance(item, Step):
-            self._num_steps -= 1
-            self._sequenced.pop(item.key, None)
-        tickets, item.tickets = item.tickets, []
-        return tickets
+        return self._drop_all(self._backlog.steps_of_epoch(old_epoch), self._fence.lost(old_epoch), "kv_cache_lost")

@@ -11,7 +11,8 @@ from modelworker.graphs.dispatch import Choice, Dispatcher, Reason
 from modelworker.graphs.graph_set import GraphSet
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey, StepShape, fits, step_shape
-from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch
+from modelworker.worker.batch import StepBatch
+from modelworker.worker.result import GraphExecution, GraphMode
 from modelworker.worker.step_buffers import RunDecoder, StepBuffers, StepInputs
 
 GRAPH_MODES: Mapping[RuntimeMode, GraphMode] = MappingProxyType(

@@ -57,7 +57,7 @@ class _Item:
     outcome: Ticket[Answer] | status_pb2.Status
 
 
-class StepStream:
+class StepStreamHandler:
     """Reads, admits and answers the steps of one call. Lives on the event loop.
 
     Args:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from modelworker.worker.progress import LogProgress, Progress
+
 _BAR_CELLS = 24
 _REDRAW_SECONDS = 0.1
 _ERASE_LINE = "\r\x1b[2K"
@@ -66,6 +68,11 @@ class TerminalProgress:
         with self._lock:
             self._stream.write(line + "\n")
             self._stream.flush()
+
+
+def progress_on(stream: TextIO) -> Progress:
+    """Returns what shows progress there: a bar on a terminal, else lines of the log."""
+    return TerminalProgress(stream) if stream.isatty() else LogProgress()
 
 
 def progress_line(name: str, done: int, total: int | None, unit: str, seconds: float) -> str:

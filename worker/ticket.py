@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from modelworker.worker.batch import StepBatch, StepResult
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.errors import WorkerError
+from modelworker.worker.result import StepResult
 
 T = TypeVar("T")
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from modelworker.graphs.shapes import GraphKey
-from modelworker.worker.batch import IndexArray, Int32Array, StepBatch
+from modelworker.worker.arrays import IndexArray, Int32Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 
 # Enough for a table with a block behind another, and for one that gets shorter. More rows of that kind would only take longer:

@@ -20,16 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from modelworker.worker.batch import (
-    GrammarMasks,
-    IndexArray,
-    Int32Array,
-    LogitBias,
-    SamplingBatch,
-    StepBatch,
-    TokenHistory,
-    TokenLists,
-)
+from modelworker.worker.arrays import IndexArray, Int32Array
+from modelworker.worker.batch import GrammarMasks, LogitBias, SamplingBatch, StepBatch, TokenHistory, TokenLists
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.counters import Counters
 from modelworker.worker.progress import LogProgress

@@ -8,14 +8,9 @@ a text that repeats itself (a list to be copied) and over one that does not. Tok
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,6 +19,7 @@ from modelworker.worker.client import Client, FencedSession
 from modelworker.worker.machine import choose_threads, read_machine
 from modelworker.worker.scheduler import Event, Request, Scheduler, SchedulerSettings, StepExecuted
 from modelworker.worker.tokenization import TextTokenizer
+from modelworker_testing.worker_process import worker_process
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_DRAFTS = 4
@@ -34,26 +30,6 @@ TEXTS = {
     "repeats itself": f"Copy this list three times, word by word:\n{LIST}",
     "new text": "Write a story about a child who finds a map in the attic of an old house by the sea.",
 }
-
-
-@contextmanager
-def worker(model: Path, num_threads: int) -> Iterator[str]:
-    """Runs a worker; yields its address."""
-    with tempfile.TemporaryDirectory() as folder:
-        port_file = Path(folder, "port")
-        command = [
-            *(sys.executable, "-m", "modelworker.worker.cli", "serve", "--model", str(model), "--threads", str(num_threads)),
-            *("--port", "0", "--port-file", str(port_file), "--cache-dir", str(ROOT / "build"), "--log-level", "error"),
-            *("--num-blocks", "300", "--max-sequences", "8", "--decode-query-lens", f"1,{1 + NUM_DRAFTS}"),
-        ]
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONSAFEPATH": "1"}, stdout=subprocess.DEVNULL)
-        try:
-            while not port_file.exists():
-                time.sleep(0.01)
-            yield f"127.0.0.1:{port_file.read_text().strip()}"
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def generate(client: Client, request: Request, num_drafts: int) -> tuple[tuple[int, ...], float, list[StepExecuted]]:
@@ -74,8 +50,11 @@ def generate(client: Client, request: Request, num_drafts: int) -> tuple[tuple[i
 
 def results(model: Path, num_threads: int, rounds: int, num_tokens: int) -> Iterator[dict[str, object]]:
     tokenizer = TextTokenizer.load(model)
-    with worker(model, num_threads) as address, Client(address) as client:
-        client.wait_ready(300)
+    flags = (
+        *("--threads", str(num_threads), "--cache-dir", str(ROOT / "build"), "--log-level", "error"),
+        *("--num-blocks", "300", "--max-sequences", "8", "--decode-query-lens", f"1,{1 + NUM_DRAFTS}"),
+    )
+    with worker_process(model, *flags) as worker, Client(worker.address) as client:
         for name, text in TEXTS.items():
             prompt_ids = tokenizer.encode_chat([{"role": "user", "content": text}])
             request = Request(prompt_ids=prompt_ids, max_tokens=num_tokens, stop_token_ids=frozenset())

@@ -20,36 +20,18 @@ import google.protobuf
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import GraphExecution, GraphMode, SampledLogprobs, StepBatch, StepResult
-from modelworker.worker.description import (
-    ExecutionDescription,
-    KvCacheDescription,
-    ModelDescription,
-    SelfCheck,
-    StepLimits,
-    WorkerDescription,
-)
+from modelworker.worker.batch import StepBatch
+from modelworker.worker.description import KvCacheDescription, StepLimits
+from modelworker.worker.result import GraphExecution, GraphMode, SampledLogprobs, StepResult
 from modelworker.worker.wire import encode_result, parse_step
 from modelworker.worker.wire.step import digest_of
+from modelworker_testing.descriptions import describe_engine
 
 BLOCK_SIZE = 32
-WORKER = WorkerDescription(
-    model=ModelDescription(
-        name="bench",
-        architecture="LlamaForCausalLM",
-        weights_digest="",
-        config_digest="",
-        eos_token_ids=(2,),
-        dtype="bfloat16",
-        vocab_size=128_256,
-        max_model_len=8192,
-        num_layers=32,
-        hidden_size=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        num_parameters=8_000_000_000,
-    ),
+WORKER = describe_engine(
+    "bench",
+    vocab_size=128_256,
+    max_model_len=8192,
     kv_cache=KvCacheDescription(
         dtype="bfloat16", layout_fingerprint="", block_size=BLOCK_SIZE, num_blocks=70_000, bytes_per_block=2**22
     ),
@@ -62,19 +44,6 @@ WORKER = WorkerDescription(
         lease_idle_ms=0,
         max_replays=0,
     ),
-    execution=ExecutionDescription(
-        device="cpu",
-        device_name="",
-        optimization_level=0,
-        graph_mode="NONE",
-        captured=(),
-        attention="reference",
-        num_threads=1,
-        tensor_parallel_size=1,
-    ),
-    self_check=SelfCheck(passed=True, findings=()),
-    degradations=(),
-    versions={},
 )
 
 

@@ -34,6 +34,7 @@ from modelworker.compiler.graph_pass import GraphPass
 from modelworker.compiler.model_source import ModelSource
 from modelworker.compiler.program import PieceStage, Program, StepInput
 from modelworker.compiler.settings import CompileSettings
+from modelworker.ops.cpu.threads import torch_threads
 from modelworker_testing.small_models import mixing_ops, small_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
@@ -416,12 +417,8 @@ def test_the_number_of_threads_and_what_steers_the_compilers_are_part_of_the_key
     keys.add(_key())
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
     assert _key() in keys
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
+    with torch_threads(torch.get_num_threads() + 1):
         keys.add(_key())
-    finally:
-        torch.set_num_threads(threads)
     assert len(keys) == 3
 
 

@@ -13,7 +13,7 @@ from modelworker.graphs.cpu_backend import CpuGraphBackend
 from modelworker.graphs.cuda_backend import CudaGraphBackend
 from modelworker.graphs.dispatch import Dispatcher
 from modelworker.graphs.graph_set import CaptureReport, GraphSet
-from modelworker.graphs.settings import GraphMode, GraphSettings
+from modelworker.graphs.settings import CaptureMode, GraphSettings
 from modelworker_testing.aten_recorder import AtenRecorder
 from modelworker_testing.graph_world import GraphWorld, Row
 
@@ -37,7 +37,7 @@ def _inference() -> Iterator[None]:
 def captured(device: torch.device) -> Iterator[Captured]:
     backend: GraphBackend = CudaGraphBackend(device) if device.type == "cuda" else CpuGraphBackend(AtenRecorder())
     world = GraphWorld(max_sequences=MAX_SEQUENCES, max_tokens=MAX_TOKENS, device=device.type)
-    settings = GraphSettings(max_sequences=MAX_SEQUENCES, max_tokens_per_step=MAX_TOKENS, mode=GraphMode.FULL_AND_PIECEWISE)
+    settings = GraphSettings(max_sequences=MAX_SEQUENCES, max_tokens_per_step=MAX_TOKENS, mode=CaptureMode.FULL_AND_PIECEWISE)
     dispatcher = Dispatcher(settings)
     graphs = GraphSet(backend=backend, programs=world.programs())
     report = graphs.capture(dispatcher, inputs_for=world.inputs_for)

@@ -13,7 +13,8 @@ import torch
 from modelworker.compiler.counters import CompileCounters
 from modelworker.graphs.backend import StaleInputError
 from modelworker.graphs.settings import RuntimeMode
-from modelworker.worker.batch import GraphExecution, GraphMode, Int32Array, StepBatch
+from modelworker.worker.arrays import Int32Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.counters import Counters
 from modelworker.worker.cpu_kernels import CpuKernels
@@ -23,6 +24,7 @@ from modelworker.worker.models.checkpoint import Checkpoint
 from modelworker.worker.models.registry import load_model_config
 from modelworker.worker.models.weights import load_weights
 from modelworker.worker.progress import LogProgress
+from modelworker.worker.result import GraphExecution, GraphMode
 from modelworker.worker.settings import (
     CacheSettings,
     DeviceSettings,

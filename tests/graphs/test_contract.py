@@ -15,7 +15,7 @@ from modelworker.graphs.cpu_backend import CpuGraphBackend
 from modelworker.graphs.cuda_backend import CudaGraphBackend
 from modelworker.graphs.dispatch import Dispatcher, Reason
 from modelworker.graphs.graph_set import CaptureReport, GraphSet, Program
-from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey, make_key
 from modelworker.ops.cpu.isa import cpu_flags, usable_levels
 from modelworker.ops.cpu.library import load_library
@@ -92,7 +92,7 @@ def make_place(request: pytest.FixtureRequest) -> Callable[[], Place]:
     return make
 
 
-@pytest.fixture(scope="module", params=[GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE], ids=lambda mode: mode.name)
+@pytest.fixture(scope="module", params=[CaptureMode.FULL, CaptureMode.FULL_AND_PIECEWISE], ids=lambda mode: mode.name)
 def captured_once(request: pytest.FixtureRequest, make_place: Callable[[], Place]) -> Iterator[Captured]:
     with torch.inference_mode():
         captured = _capture(make_place(), request.param)
@@ -106,7 +106,7 @@ def captured(captured_once: Captured) -> Captured:
     return captured_once
 
 
-def _capture(place: Place, mode: GraphMode) -> Captured:
+def _capture(place: Place, mode: CaptureMode) -> Captured:
     world = GraphWorld(max_sequences=MAX_SEQUENCES, max_tokens=MAX_TOKENS, device=place.device)
     settings = GraphSettings(max_sequences=MAX_SEQUENCES, max_tokens_per_step=MAX_TOKENS, mode=mode, decode_query_lens=(1, 3))
     dispatcher = Dispatcher(settings)
@@ -282,7 +282,7 @@ def test_g12_an_input_with_another_layout_is_refused(captured: Captured) -> None
 
 
 def test_a_dropped_mode_is_unknown_and_the_others_go_on(make_place: Callable[[], Place]) -> None:
-    captured = _capture(make_place(), GraphMode.FULL_AND_PIECEWISE)
+    captured = _capture(make_place(), CaptureMode.FULL_AND_PIECEWISE)
     captured.dispatcher.disable(RuntimeMode.PIECEWISE, Reason.FAILED_SELF_CHECK)
     captured.graphs.drop(RuntimeMode.PIECEWISE)
     assert {key.mode for key in captured.graphs.hits} == {RuntimeMode.FULL}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelworker.graphs.dispatch import Choice, Dispatcher, Reason
-from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey, StepShape
 from modelworker_testing.graph_batches import Rows, rows_that_hit, shape_of
 from modelworker_testing.graph_settings import settings_of_graphs
@@ -110,9 +110,9 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("limits", SETTINGS, ids=str)
-@pytest.mark.parametrize("mode", GraphMode)
+@pytest.mark.parametrize("mode", CaptureMode)
 def test_every_batch_of_up_to_600_tokens_runs_as_the_specification_says(
-    mode: GraphMode, limits: tuple[int, int, tuple[int, ...]]
+    mode: CaptureMode, limits: tuple[int, int, tuple[int, ...]]
 ) -> None:
     max_sequences, max_tokens, query_lens = limits
     settings = GraphSettings(max_sequences=max_sequences, max_tokens_per_step=max_tokens, mode=mode, decode_query_lens=query_lens)
@@ -174,7 +174,7 @@ def test_g04_a_step_at_the_maximum_hits_a_graph(max_sequences: int, query_len: i
 @pytest.mark.parametrize("rows", [[(3, 0)], [(3, 0), (3, 9)], [(1, 0)], [(1, 7), (1, 0)]])
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
 def test_g01_a_fresh_prompt_never_runs_in_a_decode_graph(mode: str, rows: Rows) -> None:
-    settings = GraphSettings(max_sequences=8, max_tokens_per_step=64, decode_query_lens=(1, 3), mode=GraphMode(mode))
+    settings = GraphSettings(max_sequences=8, max_tokens_per_step=64, decode_query_lens=(1, 3), mode=CaptureMode(mode))
     choice = Dispatcher(settings).choose(shape_of(rows, settings))
     assert choice.mode is not FULL
     assert choice.reason is Reason.NOT_DECODE
@@ -227,7 +227,7 @@ def test_the_first_reason_for_which_a_mode_is_disabled_stays() -> None:
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
 def test_where_full_is_all_there_is_its_obstacle_is_the_reason(mode: str) -> None:
-    settings = GraphSettings(max_sequences=4, max_tokens_per_step=64, mode=GraphMode(mode))
+    settings = GraphSettings(max_sequences=4, max_tokens_per_step=64, mode=CaptureMode(mode))
     dispatcher = Dispatcher(settings)
     dispatcher.disable(FULL, Reason.FAILED_SELF_CHECK)
     assert dispatcher.choose(shape_of(DECODE, settings)) == (None, Reason.FAILED_SELF_CHECK)
@@ -250,7 +250,7 @@ def test_a_step_above_all_graphs_is_told_of_once_and_a_warning_only_where_sizes_
 def test_every_reason_is_given_to_some_step() -> None:
     """A reason that no step gets is a word too many."""
     given_reasons = set()
-    for mode, disabled in itertools.product(GraphMode, [{}, {FULL: Reason.NOT_CAPTURED}, {PIECEWISE: Reason.FAILED_SELF_CHECK}]):
+    for mode, disabled in itertools.product(CaptureMode, [{}, {FULL: Reason.NOT_CAPTURED}, {PIECEWISE: Reason.FAILED_SELF_CHECK}]):
         settings = GraphSettings(max_sequences=4, max_tokens_per_step=64, mode=mode, decode_query_lens=(1, 3))
         dispatcher = Dispatcher(settings)
         for disabled_mode, reason in disabled.items():
@@ -258,7 +258,7 @@ def test_every_reason_is_given_to_some_step() -> None:
         for rows in ([], DECODE, PROMPT, HUGE, [(1, 5), (3, 5)]):
             given_reasons.add(dispatcher.choose(shape_of(rows, settings)).reason)
     without_kernels = Dispatcher(
-        GraphSettings(max_sequences=4, max_tokens_per_step=64, mode=GraphMode.NONE), why_none=Reason.NO_KERNELS
+        GraphSettings(max_sequences=4, max_tokens_per_step=64, mode=CaptureMode.NONE), why_none=Reason.NO_KERNELS
     )
     given_reasons.add(without_kernels.choose(shape_of(DECODE, SMALL)).reason)
     assert given_reasons == set(Reason)
@@ -278,14 +278,14 @@ def test_every_reason_is_given_to_some_step() -> None:
     ],
 )
 def test_what_is_served_is_the_mode_without_those_out_of_service(mode: str, disabled: list[str], served: str) -> None:
-    dispatcher = Dispatcher(GraphSettings(max_sequences=4, max_tokens_per_step=16, mode=GraphMode(mode)))
+    dispatcher = Dispatcher(GraphSettings(max_sequences=4, max_tokens_per_step=16, mode=CaptureMode(mode)))
     for name in disabled:
         dispatcher.disable(RuntimeMode[name], Reason.FAILED_SELF_CHECK)
     assert dispatcher.served_mode == served
 
 
-@pytest.mark.parametrize("mode", GraphMode)
-def test_where_compiled_code_is_out_of_service_every_step_without_a_graph_says_so(mode: GraphMode) -> None:
+@pytest.mark.parametrize("mode", CaptureMode)
+def test_where_compiled_code_is_out_of_service_every_step_without_a_graph_says_so(mode: CaptureMode) -> None:
     dispatcher = Dispatcher(GraphSettings(max_sequences=2, max_tokens_per_step=64, mode=mode))
     shapes = [StepShape(2, 2, 1, True), StepShape(2, 1, None, False), StepShape(64, 2, None, False)]
     keys = [dispatcher.choose(shape).key for shape in shapes]

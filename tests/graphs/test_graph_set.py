@@ -16,7 +16,7 @@ from modelworker.graphs.dispatch import Dispatcher, Reason
 from modelworker.graphs.full import FullGraphs
 from modelworker.graphs.graph_set import GraphMemoryError, GraphSet, Program
 from modelworker.graphs.piecewise import PiecewiseGraphs, Stage
-from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey, StepShape
 from modelworker_testing.noting_backend import NotingBackend
 
@@ -259,7 +259,7 @@ LACKS_OF_MEMORY = [
 @pytest.mark.parametrize("error", LACKS_OF_MEMORY, ids=str)
 def test_g15_a_capture_for_which_the_memory_is_too_small_says_which_graph_it_is(error: Exception) -> None:
     with pytest.raises(GraphMemoryError, match=r"^there is no memory for the graph of PIECEWISE 4 tokens$") as caught:
-        _captured({1: error}, GraphSettings(max_sequences=2, max_tokens_per_step=4, mode=GraphMode.PIECEWISE))
+        _captured({1: error}, GraphSettings(max_sequences=2, max_tokens_per_step=4, mode=CaptureMode.PIECEWISE))
     assert caught.value.__cause__ is error
 
 
@@ -321,7 +321,7 @@ def test_a_mode_without_a_program_is_refused_before_anything_is_captured() -> No
 
 
 def test_mode_none_captures_nothing_and_knows_no_key() -> None:
-    settings = GraphSettings(max_sequences=2, max_tokens_per_step=4, mode=GraphMode.NONE)
+    settings = GraphSettings(max_sequences=2, max_tokens_per_step=4, mode=CaptureMode.NONE)
     graphs, step, _, _, report = _captured(settings=settings)
     assert report.captured == ()
     key = Dispatcher(SETTINGS).keys[0]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from modelworker.graphs.settings import GraphMode, GraphSettings, GraphSettingsError, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, GraphSettingsError, RuntimeMode
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ from modelworker.graphs.settings import GraphMode, GraphSettings, GraphSettingsE
     ],
 )
 def test_a_mode_is_a_pair_of_run_time_modes(mode: str, decode: str, mixed: str) -> None:
-    assert (GraphMode(mode).decode_mode.name, GraphMode(mode).mixed_mode.name) == (decode, mixed)
+    assert (CaptureMode(mode).decode_mode.name, CaptureMode(mode).mixed_mode.name) == (decode, mixed)
 
 
 def test_every_mode_is_in_the_table_and_only_three_exist_at_run_time() -> None:
-    assert len(GraphMode) == 5
+    assert len(CaptureMode) == 5
     assert [mode.name for mode in sorted(RuntimeMode)] == ["NONE", "PIECEWISE", "FULL"]
 
 
@@ -53,7 +53,7 @@ def test_every_mode_is_in_the_table_and_only_three_exist_at_run_time() -> None:
 def test_a_contradiction_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
     values = {"max_sequences": 8, "max_tokens_per_step": 64, **change}
     if "mode" in values:
-        values["mode"] = GraphMode(values["mode"])
+        values["mode"] = CaptureMode(values["mode"])
     with pytest.raises(GraphSettingsError) as caught:
         GraphSettings(**values)
     assert message in str(caught.value)

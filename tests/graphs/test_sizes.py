@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import GraphKey, make_key
 from modelworker.graphs.sizes import full_sizes, gaps, graph_keys, mixed_sizes
 from modelworker_testing.graph_settings import settings_of_graphs
@@ -100,7 +100,7 @@ def test_g04_a_gap_below_the_limits_is_stated() -> None:
         ("decode batches of query length 17 of 528 .. 544 tokens have no graph of their kind", True),
         ("mixed batches of 545 .. 1024 tokens have no graph of their kind", False),
     ]
-    assert gaps(_settings(32, 1024, 17, mode=GraphMode.NONE)) == ()
+    assert gaps(_settings(32, 1024, 17, mode=CaptureMode.NONE)) == ()
     assert gaps(_settings(64, 128)) == ()
 
 
@@ -120,7 +120,7 @@ def test_every_mode_captures_what_it_says() -> None:
         mode.name: {
             (key.mode.name, key.num_sequences is None, key.uniform_query_len) for key in graph_keys(_settings(4, mode=mode))
         }
-        for mode in GraphMode
+        for mode in CaptureMode
     }
     assert kinds == {
         "NONE": set(),
@@ -132,7 +132,7 @@ def test_every_mode_captures_what_it_says() -> None:
 
 
 def test_the_full_graphs_of_mixed_batches_take_the_largest_number_of_sequences() -> None:
-    keys = [key for key in graph_keys(_settings(4, mode=GraphMode.FULL)) if key.uniform_query_len is None]
+    keys = [key for key in graph_keys(_settings(4, mode=CaptureMode.FULL)) if key.uniform_query_len is None]
     assert [(key.num_tokens, key.num_sequences) for key in keys] == [(8, 4), (4, 4), (2, 4), (1, 4)]
 
 
@@ -146,7 +146,7 @@ def test_a_key_of_no_graph_is_refused(mode: str, num_tokens: int, query_len: int
 
 
 def test_a_key_reads_well_in_a_log() -> None:
-    keys = graph_keys(_settings(2, mode=GraphMode.FULL))
+    keys = graph_keys(_settings(2, mode=CaptureMode.FULL))
     assert [str(key) for key in keys[:3]] == [
         "FULL 4 tokens 2 sequences",
         "FULL 2 tokens 2 sequences",

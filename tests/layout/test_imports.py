@@ -31,7 +31,7 @@ IMPORTLIB = {
 # What models share with the worker around them.
 WORKER_MODULES_FOR_MODELS = {"modelworker.worker.errors", "modelworker.worker.progress"}
 HOT = re.compile(
-    r"modelworker\.(ops(\..*)?|graphs(\..*)?|worker\.(models\..*|engine|executor|step_queue|fencing|servicer|step_stream|wire(\.\w+)?|interceptor|batch"
+    r"modelworker\.(ops(\..*)?|graphs(\..*)?|worker\.(models\..*|engine|executor|step_queue|fencing|servicer|step_stream|wire(\.\w+)?|interceptor|batch|result"
     r"|buffers|stage|kv_cache|sampling|random_numbers|counters))"
 )
 # Loaded on a bare GPU machine, which has torch but neither gRPC nor structlog.
@@ -176,32 +176,25 @@ def compiler_and_graphs_meet_only_in_startup(sources: Sources) -> list[str]:
     ]
 
 
-def hot_modules_never_load_startup(sources: Sources) -> list[str]:
+def _loads(sources: Sources, modules: re.Pattern[str], *forbidden: str) -> list[str]:
     return [
-        f"{module} loads startup"
+        f"{module} loads {target}"
         for module, loaded in _reachable(sources).items()
-        if HOT.fullmatch(module) and "modelworker.worker.startup" in loaded
+        if modules.fullmatch(module)
+        for target in sorted(loaded.intersection(forbidden))
     ]
+
+
+def hot_modules_never_load_startup(sources: Sources) -> list[str]:
+    return _loads(sources, HOT, "modelworker.worker.startup")
 
 
 def what_runs_on_a_bare_gpu_machine_loads_no_grpc(sources: Sources) -> list[str]:
-    return [
-        f"{module} loads {target}"
-        for module, loaded in _reachable(sources).items()
-        if BARE.fullmatch(module)
-        for target in sorted(loaded)
-        if target in ("grpc", "google", "structlog", "modelworker.proto")
-    ]
+    return _loads(sources, BARE, "grpc", "google", "structlog", "modelworker.proto")
 
 
 def the_client_loads_no_torch(sources: Sources) -> list[str]:
-    return [
-        f"{module} loads {target}"
-        for module, loaded in _reachable(sources).items()
-        if ROUTER.fullmatch(module)
-        for target in sorted(loaded)
-        if target in ("torch", "triton", "safetensors", "structlog")
-    ]
+    return _loads(sources, ROUTER, "torch", "triton", "safetensors", "structlog")
 
 
 def the_scheduler_stands_on_the_client_alone(sources: Sources) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from modelworker.ops.catalog import CATALOG
 from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.recorder import Recorder
+from modelworker.ops.cpu.threads import torch_threads
 from modelworker.ops.op_spec import OpSpec, SampleShape
 from modelworker_testing.op_checks import cpp_form, memories, memory, named_sample, results, run_and_check
 
@@ -47,15 +48,11 @@ def test_a_kernels_result_does_not_depend_on_the_number_of_threads(
     cpu_library: CpuLibrary, spec: OpSpec, shape: SampleShape
 ) -> None:
     run = cpp_form(spec, cpu_library)
-    threads = torch.get_num_threads()
     bits = []
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            arguments = named_sample(spec, shape)
+    for num_threads in (1, 3):
+        arguments = named_sample(spec, shape)
+        with torch_threads(num_threads):
             bits.append(all_bits(arguments, run(*arguments.values())))
-    finally:
-        torch.set_num_threads(threads)
     assert all(torch.equal(one, other) for one, other in zip(*bits, strict=True))
 
 

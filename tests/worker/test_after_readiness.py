@@ -14,10 +14,11 @@ from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
 from modelworker.ops.cpu.recorder import Recorder
-from modelworker.worker.batch import GraphMode, SamplingBatch, StepBatch, StepResult
+from modelworker.worker.batch import SamplingBatch, StepBatch
 from modelworker.worker.check_batch import CheckRow, CheckSampling, make_check_batch
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
+from modelworker.worker.result import GraphMode, StepResult
 from modelworker.worker.settings import ExecutionSettings
 from modelworker.worker.step_runner import PLAIN_WAY, Way
 from modelworker_testing.batches import make_batch, with_drafts

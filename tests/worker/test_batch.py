@@ -8,7 +8,9 @@ from hypothesis import given
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.wire import parse_step
-from modelworker_testing.steps import BLOCK_SIZE, describe_worker, step_request, tables_of, token_places, valid_requests
+from modelworker_testing.descriptions import BLOCK_SIZE, describe_worker
+from modelworker_testing.step_rules import tables_of, token_places
+from modelworker_testing.steps import step_request, valid_requests
 
 
 def parse(request: pb.ExecuteStepRequest, block_size: int = BLOCK_SIZE) -> StepBatch:

@@ -72,7 +72,10 @@ def test_version_is_that_of_the_distribution():
         (("serve",), "no model: give --model DIR or set MODELWORKER_MODEL"),
         (("info", "--timeout", "0"), "argument --timeout: '0' is not a number above 0"),
         # What would not fit into WorkerInfo, into gRPC's options, or into the machine.
-        (("serve", "--max-sequences", "3000000000"), "argument --max-sequences: '3000000000' is not an integer of 1 .. 1073741824"),
+        (
+            ("serve", "--max-sequences", "3000000000"),
+            "argument --max-sequences: '3000000000' is not an integer: expected 1 .. 1073741824",
+        ),
         (("serve", "--max-steps-in-flight", str(2**30 + 1)), "argument --max-steps-in-flight"),
         (
             ("serve", "--lease-idle-seconds", "1e17"),

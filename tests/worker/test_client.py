@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2_grpc import ModelWorkerServicer, add_ModelWorkerServicer_to_server
-from modelworker.worker.batch import GraphMode, SequenceErrorCode
 from modelworker.worker.client import (
     AsyncClient,
     BlockCopies,
@@ -43,8 +42,10 @@ from modelworker.worker.client import (
     decode_answer,
 )
 from modelworker.worker.client.errors import error_of_code
-from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
+from modelworker.worker.client.session import AsyncFencedSession, FencedSession
+from modelworker.worker.client.session_state import StepPendingError
 from modelworker.worker.errors import Violation
+from modelworker.worker.result import GraphMode, SequenceErrorCode
 from modelworker.worker.settings import ServerSettings, WorkerSettings
 from modelworker_testing.cable import Cable
 from modelworker_testing.serving import VOCAB_SIZE, Gate, async_test, running_server

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from modelworker.compiler import compile as compile_module
-from modelworker.worker.batch import GraphMode
 from modelworker.worker.client import Client
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
+from modelworker.worker.result import GraphMode
 from modelworker.worker.settings import CacheSettings, ExecutionSettings, OpsSettings, WorkerSettings
 from modelworker_testing.checkpoints import save_tiny
 from modelworker_testing.engines import engine_of, execute, tiny_settings

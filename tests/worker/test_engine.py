@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import GraphMode, SequenceErrorCode, StepResult
 from modelworker.worker.client.step import StepSampling
 from modelworker.worker.engine import Engine
 from modelworker.worker.errors import FatalEngineError
-from modelworker_testing.checkpoints import save_table_model, save_tiny
+from modelworker.worker.result import GraphMode, SequenceErrorCode, StepResult
+from modelworker_testing.checkpoints import random_table, save_table_model, save_tiny
 from modelworker_testing.engines import engine_of, execute
 
 NAN = float("nan")
@@ -167,7 +167,7 @@ def test_the_warm_up_leaves_a_zeroed_cache_and_its_findings_in_the_description(t
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    wanted = torch.randn(101, 101, generator=torch.Generator().manual_seed(1)) * 3
+    wanted = random_table(1)
     with engine_of(save_table_model(tmp_path_factory.mktemp("poisoned"), wanted, poisoned_tokens=(7,))) as engine:
         yield engine
 
@@ -199,7 +199,7 @@ def test_a_row_that_samples_nothing_is_reported_when_its_kv_can_not_be_trusted(p
 
 
 def test_logits_of_the_table_model_are_the_wanted_ones(tmp_path: Path) -> None:
-    wanted = torch.randn(101, 101, generator=torch.Generator().manual_seed(2)) * 4
+    wanted = random_table(2, scale=4)
     with engine_of(save_table_model(tmp_path, wanted)) as engine:
         tokens = list(range(64))
         for chunk in (tokens[:8], tokens[8:16]):

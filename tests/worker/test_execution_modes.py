@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from modelworker.graphs.settings import RuntimeMode
-from modelworker.worker.batch import GraphMode
+from modelworker.worker.result import GraphMode
 from modelworker.worker.step_runner import PLAIN_WAY
 from modelworker_testing.batches import with_drafts
 from modelworker_testing.mode_world import (

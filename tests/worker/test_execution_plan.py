@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from modelworker.compiler.settings import PASS_NAMES
-from modelworker.graphs.settings import GraphMode
+from modelworker.graphs.settings import CaptureMode
 from modelworker.graphs.sizes import full_sizes, mixed_sizes
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.execution_plan import plan_execution
@@ -41,7 +41,7 @@ def test_a_level_fills_only_what_is_unset(settings: dict[str, Any], expected: tu
     assert plan(**settings) == expected
 
 
-@pytest.mark.parametrize("mode", [mode.value for mode in GraphMode if mode is not GraphMode.NONE])
+@pytest.mark.parametrize("mode", [mode.value for mode in CaptureMode if mode is not CaptureMode.NONE])
 def test_eager_mode_and_graphs_contradict_each_other(mode: str) -> None:
     with pytest.raises(SettingsError, match=f"--enforce-eager captures nothing, but --graph-mode {mode} asks for graphs"):
         plan(enforce_eager=True, graph_mode=mode)

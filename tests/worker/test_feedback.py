@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelworker.worker.batch import FEEDBACK_TOKEN, GraphExecution, GraphMode, StepBatch, StepResult
+from modelworker.worker.batch import FEEDBACK_TOKEN, StepBatch
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.counters import Counters
 from modelworker.worker.errors import OverloadedError, PreconditionError, PreconditionReason
 from modelworker.worker.feedback import FeedbackTable, ResolvedStep
+from modelworker.worker.result import GraphExecution, GraphMode, StepResult
 
 MAX_SEQUENCES, MAX_TOKENS, IDLE_SECONDS = 4, 3, 10.0
 NEVER_GIVEN = 77

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import FEEDBACK_TOKEN, BoolArray, Int32Array, SequenceErrorCode, StepBatch, StepResult
+from modelworker.worker.arrays import BoolArray, Int32Array
+from modelworker.worker.batch import FEEDBACK_TOKEN, StepBatch
 from modelworker.worker.errors import PreconditionError
+from modelworker.worker.result import SequenceErrorCode, StepResult
 from modelworker.worker.step_runner import PLAIN_WAY, Way
 from modelworker_testing.mode_world import BLOCK_SIZE, ModeWorld, Row, mode_settings, mode_world
 

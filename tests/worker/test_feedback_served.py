@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from modelworker.worker.batch import SequenceErrorCode
 from modelworker.worker.client import (
     FEEDBACK_TOKEN,
     BlockCopies,
@@ -20,10 +18,11 @@ from modelworker.worker.client import (
     WorkerBusyError,
     build_step,
 )
-from modelworker_testing.checkpoints import save_table_model
+from modelworker.worker.result import SequenceErrorCode
+from modelworker_testing.checkpoints import random_table, save_table_model
 from modelworker_testing.worker_process import worker_process
 
-WANTED = torch.randn(101, 101, generator=torch.Generator().manual_seed(1)) * 3
+WANTED = random_table(1)
 POISONED = 7
 MAX_KEPT = 6
 SIZES = (

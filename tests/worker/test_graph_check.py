@@ -11,11 +11,11 @@ from torch import Tensor
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
 from modelworker.worker import decoder_setup
-from modelworker.worker.batch import GraphMode
 from modelworker.worker.counters import Counters
 from modelworker.worker.graph_check import ModeCheck
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
+from modelworker.worker.result import GraphMode
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, ModelSettings
 from modelworker.worker.step_buffers import RunDecoder, StepBuffers
 from modelworker_testing.checkpoints import save_tiny
@@ -45,6 +45,13 @@ def assert_not_served(world: ModeWorld, counters: Counters, mode: RuntimeMode) -
     assert counters.snapshot()['degradations_total{reason="graphs_failed_self_check"}'] == 1
     assert GraphMode[mode.name] not in {size.mode for size in description.execution.captured}
     assert mode not in {key.mode for key in world.engine.runner.captured}
+
+
+def assert_full_graphs_are_not_served(folder: Path) -> None:
+    counters = Counters()
+    settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
+    with mode_world(folder, settings, counters=counters) as world:
+        assert_not_served(world, counters, RuntimeMode.FULL)
 
 
 def run_as_dispatched(world: ModeWorld, rows: list[Row]) -> tuple[GraphMode, str, bool]:
@@ -149,10 +156,7 @@ def test_block_tables_whose_second_column_is_that_of_the_step_before_are_noticed
             return check_modes(*args, **kwargs)
 
     monkeypatch.setattr(decoder_setup, "check_modes", check_with_fault)
-    counters = Counters()
-    settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
-    with mode_world(tmp_path, settings, counters=counters) as world:
-        assert_not_served(world, counters, RuntimeMode.FULL)
+    assert_full_graphs_are_not_served(tmp_path)
 
 
 def test_what_is_written_into_a_block_that_no_row_has_takes_the_graphs_out_of_service(
@@ -169,10 +173,7 @@ def test_what_is_written_into_a_block_that_no_row_has_takes_the_graphs_out_of_se
         return writing
 
     plant_in_full_graphs(monkeypatch, with_stray_write)
-    counters = Counters()
-    settings = mode_settings(optimization_level=0, graph_mode="FULL_DECODE_ONLY", decode_query_lens=(1,))
-    with mode_world(tmp_path, settings, counters=counters) as world:
-        assert_not_served(world, counters, RuntimeMode.FULL)
+    assert_full_graphs_are_not_served(tmp_path)
 
 
 def test_graphs_of_long_decodes_are_checked_and_those_without_room_are_said_not_to_be(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelworker.graphs.settings import GraphMode, GraphSettings
+from modelworker.graphs.settings import CaptureMode, GraphSettings
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.memory_budget import MemoryBudget, graph_bytes
 from modelworker.worker.models.registry import load_model_config
@@ -68,7 +68,7 @@ def test_what_is_not_captured_is_not_estimated_and_a_gpu_keeps_every_graph_besid
     def estimate(settings: GraphSettings, device: str) -> int:
         return graph_bytes(settings, config, dtype=torch.bfloat16, device=torch.device(device))
 
-    assert estimate(replace(SETTINGS, mode=GraphMode.NONE), "cuda") == 0
+    assert estimate(replace(SETTINGS, mode=CaptureMode.NONE), "cuda") == 0
     assert 0 < estimate(SETTINGS, "cpu") < estimate(SETTINGS, "cuda")
     few = replace(SETTINGS, decode_sizes=(48,), mixed_sizes=(96,))
     assert estimate(few, "cpu") == estimate(replace(few, mixed_sizes=(1, 2, 96)), "cpu")

@@ -1,8 +1,6 @@
 """Where the time of a step goes: every op of every way to run it is in the table, and the sum is the step."""
 
-import gc
 import json
-import logging
 import subprocess
 import sys
 import time
@@ -16,16 +14,17 @@ import torch
 
 from modelworker.graphs.cpu_backend import CpuReplay
 from modelworker.ops.cpu.recorder import RecordedStep
-from modelworker.worker.batch import GraphMode, StepBatch
-from modelworker.worker.cli import main
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.command_profile import format_profile
 from modelworker.worker.engine import Engine
 from modelworker.worker.machine_limits import MachineLimits
 from modelworker.worker.profile import StepProfile, profile_step
 from modelworker.worker.profile_table import HOST, HOST_AND_GENERATED, IDLE, LIST, op_times, shown_ops
+from modelworker.worker.result import GraphMode
 from modelworker.worker.settings import ExecutionSettings, WorkerSettings
 from modelworker.worker.step_bench import StepCase, make_batch, ways_to_run
 from modelworker_testing.checkpoints import save_tiny
+from modelworker_testing.commands import command_in_process
 from modelworker_testing.engines import engine_of, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
@@ -198,13 +197,9 @@ def test_the_table_has_the_longest_ops_first_and_the_others_in_one_row(profiles:
 @pytest.fixture
 def command(model: Path) -> Iterator[Callable[..., int]]:
     """Runs the command in this process, which afterwards is as it was before."""
-    num_threads, handlers, level = torch.get_num_threads(), logging.getLogger().handlers[:], logging.getLogger().level
     sizes = ("--block-size", "4", "--num-blocks", "32", "--max-sequences", "4", "--max-tokens-per-step", "16", "--threads", "1")
-    yield lambda *words: main(["profile", "--model", str(model), *sizes, *map(str, words)])
-    torch.set_num_threads(num_threads)
-    gc.unfreeze()
-    logging.getLogger().handlers[:] = handlers
-    logging.getLogger().setLevel(level)
+    with command_in_process("profile", "--model", model, *sizes) as run:
+        yield run
 
 
 def test_the_command_prints_a_table_and_writes_the_trace(

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from modelworker.worker.batch import StepBatch, StepResult
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.cli import main
 from modelworker.worker.counters import Counters
 from modelworker.worker.errors import PreconditionError, PreconditionReason, SettingsError, SetupError
@@ -35,6 +35,7 @@ from modelworker.worker.recording import (
     prepare_folder,
     read_steps,
 )
+from modelworker.worker.result import StepResult
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, RecordingSettings, WorkerSettings
 from modelworker.worker.settings_record import settings_as_record, settings_from_record, with_overrides
 from modelworker.worker.wire import parse_step

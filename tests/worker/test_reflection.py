@@ -34,6 +34,13 @@ def file_names(answer: reflection_pb2.ServerReflectionResponse) -> list[str]:
     return [descriptor_pb2.FileDescriptorProto.FromString(file).name for file in files]
 
 
+def pool_of(answer: reflection_pb2.ServerReflectionResponse) -> DescriptorPool:
+    pool = DescriptorPool()
+    for file in reversed(answer.file_descriptor_response.file_descriptor_proto):
+        pool.AddSerializedFile(file)
+    return pool
+
+
 @both_versions
 @async_test
 async def test_the_services_are_listed_and_each_can_be_described(version: str):
@@ -82,10 +89,7 @@ async def test_an_unknown_symbol_is_not_found(version: str, symbol: str):
 @async_test
 async def test_a_tool_without_the_proto_file_can_call_a_method(version: str):
     async with running_server() as running:
-        answer = await ask(running, version, file_containing_symbol=f"{SERVICE}.ExecuteStep")
-        pool = DescriptorPool()
-        for file in reversed(answer.file_descriptor_response.file_descriptor_proto):
-            pool.AddSerializedFile(file)
+        pool = pool_of(await ask(running, version, file_containing_symbol=f"{SERVICE}.ExecuteStep"))
         method = pool.FindServiceByName(SERVICE).methods_by_name["ExecuteStep"]
         request_type = message_factory.GetMessageClass(method.input_type)
         response_type = message_factory.GetMessageClass(method.output_type)
@@ -110,9 +114,7 @@ async def test_reflection_that_is_switched_off_is_unimplemented(version: str):
 async def test_a_tool_without_the_proto_file_can_call_a_stream(version: str):
     async with running_server() as running:
         answer = await ask(running, version, file_containing_symbol=f"{SERVICE}.ExecuteSteps")
-        pool = DescriptorPool()
-        for file in reversed(answer.file_descriptor_response.file_descriptor_proto):
-            pool.AddSerializedFile(file)
+        pool = pool_of(answer)
         # Details of errors are in band, so that a tool has to print them: it asks for their types.
         details = await ask(running, version, file_containing_symbol="google.rpc.BadRequest")
         known = set(file_names(answer))

@@ -1,21 +1,17 @@
 """Recorded steps, executed again: as they were, in other ways, after tampering, with another model."""
 
-import gc
 import json
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from modelworker.graphs.cpu_backend import CpuReplay
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.cli import main
 from modelworker.worker.client import Client
 from modelworker.worker.client.session import FencedSession
 from modelworker.worker.client.step import StepSampling, build_step
@@ -42,8 +38,9 @@ from modelworker.worker.scheduler.types import Request, Sampling, SchedulerSetti
 from modelworker.worker.settings import ExecutionSettings, RecordingSettings, WorkerSettings
 from modelworker.worker.wire import parse_step
 from modelworker_testing.checkpoints import save_tiny
+from modelworker_testing.commands import command_in_process
 from modelworker_testing.engines import engine_of, tiny_settings
-from modelworker_testing.worker_process import worker_process
+from modelworker_testing.worker_process import WorkerProcess, worker_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
@@ -394,12 +391,8 @@ def test_a_step_that_this_engine_does_not_accept_is_named(recorded: Recorded, ea
 @pytest.fixture
 def command() -> Iterator[Callable[..., int]]:
     """Runs the command in this process, which afterwards is as it was before."""
-    num_threads, handlers, level = torch.get_num_threads(), logging.getLogger().handlers[:], logging.getLogger().level
-    yield lambda *words: main(["replay", *map(str, words)])
-    torch.set_num_threads(num_threads)
-    gc.unfreeze()
-    logging.getLogger().handlers[:] = handlers
-    logging.getLogger().setLevel(level)
+    with command_in_process("replay") as run:
+        yield run
 
 
 def test_the_command_replays_with_the_recorded_settings_and_says_equal(
@@ -454,13 +447,19 @@ def test_the_command_refuses_a_folder_without_recordings(
     assert "can't be read: No such file or directory" in capsys.readouterr().err
 
 
+@contextmanager
+def recording_worker(model: Path, folder: Path) -> Iterator[tuple[WorkerProcess, Client]]:
+    flags = ("--num-blocks", "32", "--block-size", "4", "--threads", "1", "--record-steps", str(folder))
+    with worker_process(model, *flags) as worker, Client(worker.address) as client:
+        yield worker, client
+
+
 def test_a_pipelined_stream_with_feedback_and_drafts_is_replayed_equal(
     recorded: Recorded, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The recorded requests hold placeholders for tokens that only the engine knew, guesses, and copies of shared blocks."""
     folder = tmp_path / "steps"
-    flags = ("--num-blocks", "32", "--block-size", "4", "--threads", "1", "--record-steps", str(folder))
-    with worker_process(recorded.model, *flags) as worker, Client(worker.address) as client:
+    with recording_worker(recorded.model, folder) as (_, client):
         for num_drafts, depth in ((0, 2), (2, 1)):
             session = StreamSession(client, max_unanswered=depth)
             scheduler = Scheduler(session, SchedulerSettings(num_drafts=num_drafts))
@@ -486,8 +485,7 @@ def test_what_a_real_worker_served_is_replayed_equal(
 ) -> None:
     """Sequenced steps of a router, unsequenced ones, random and greedy ones, and an epoch that began by a reset."""
     folder = tmp_path / "steps"
-    flags = ("--num-blocks", "32", "--block-size", "4", "--threads", "1", "--record-steps", str(folder))
-    with worker_process(recorded.model, *flags) as worker, Client(worker.address) as client:
+    with recording_worker(recorded.model, folder) as (worker, client):
         for request in steps_of_two_sequences(0.7):
             client.execute(request)
         session = FencedSession(client)

@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from modelworker.worker.batch import SequenceErrorCode
 from modelworker.worker.client import Client, FencedSession, InvalidRequestError, StepAnswer, StepSampling, StepTokens, build_step
+from modelworker.worker.result import SequenceErrorCode
 from modelworker.worker.scheduler import Request, Sampling, Scheduler
-from modelworker_testing.checkpoints import save_table_model
+from modelworker_testing.checkpoints import random_table, save_table_model
 from modelworker_testing.sampling_reference import Wish, distribution, edited
 from modelworker_testing.worker_process import WorkerProcess, worker_process
 
 VOCAB = 101
-WANTED = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+WANTED = random_table(1, vocab_size=VOCAB)
 SIZES = ("--block-size", "4", "--num-blocks", "64", "--max-sequences", "8", "--max-tokens-per-step", "64")
 
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from modelworker.worker.batch import SequenceErrorCode
 from modelworker.worker.client import (
     Client,
     InvalidRequestError,
@@ -17,11 +15,12 @@ from modelworker.worker.client import (
     StepSampling,
     build_step,
 )
-from modelworker_testing.checkpoints import save_table_model
+from modelworker.worker.result import SequenceErrorCode
+from modelworker_testing.checkpoints import random_table, save_table_model
 from modelworker_testing.slowness import cpu_seconds
 from modelworker_testing.worker_process import WorkerProcess, worker_process
 
-WANTED = torch.randn(101, 101, generator=torch.Generator().manual_seed(1)) * 3
+WANTED = random_table(1)
 POISONED = 7
 SIZES = ("--block-size", "4", "--num-blocks", "32", "--max-sequences", "8", "--max-tokens-per-step", "64")
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import SampledLogprobs
 from modelworker.worker.errors import SetupError
 from modelworker.worker.progress import LogProgress
+from modelworker.worker.result import SampledLogprobs
 from modelworker.worker.server import ExitCode, WorkerServer, server_options, write_port_file
 from modelworker.worker.settings import FencingSettings, ServerSettings, StepSettings, WorkerSettings
 from modelworker_testing.serving import BLOCK_SIZE, Gate, SumEngine, async_test, running_server, step_request

@@ -20,21 +20,10 @@ from modelworker.worker.errors import InvalidStepError, PreconditionError
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.wire import encode_result, parse_step
 from modelworker_testing.checkpoints import save_tiny
+from modelworker_testing.descriptions import BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES, MAX_TOKENS, NUM_BLOCKS, VOCAB_SIZE
 from modelworker_testing.engines import engine_of, tiny_settings
-from modelworker_testing.steps import (
-    BLOCK_SIZE,
-    MAX_MODEL_LEN,
-    MAX_SEQUENCES,
-    MAX_TOKENS,
-    NUM_BLOCKS,
-    VOCAB_SIZE,
-    is_valid,
-    mutated_requests,
-    tables_of,
-    token_places,
-    valid_requests,
-    zero_blocks,
-)
+from modelworker_testing.step_rules import is_valid, tables_of, token_places, zero_blocks
+from modelworker_testing.steps import mutated_requests, valid_requests
 from modelworker_testing.worker_process import worker_process
 
 CANARY = 7.25

@@ -40,15 +40,16 @@ def test_lines_of_structlog_and_of_the_standard_library_look_alike():
     assert (second["event"], second["level"], second["num_tokens"]) == ("two 2", "warning", 6)
 
 
+def fail_over(token_ids: list[int]) -> None:
+    """The tokens are local variables of what failed."""
+    raise ValueError("bad")
+
+
 def test_an_exception_is_one_json_line_without_local_variables():
     stream = io.StringIO()
     configure_logging(log_format="json", log_level="info", stream=stream)
-
-    def fail(token_ids: list[int]) -> None:
-        raise ValueError("bad")
-
     try:
-        fail(list(range(424242, 424243)))
+        fail_over(list(range(424242, 424243)))
     except ValueError as error:
         structlog.get_logger("a").error("failed", exc_info=error)
         logging.getLogger("b").exception("failed")
@@ -60,12 +61,8 @@ def test_an_exception_is_one_json_line_without_local_variables():
 def test_the_console_shows_exceptions_without_local_variables():
     stream = Terminal()
     configure_logging(log_format="auto", log_level="info", stream=stream)
-
-    def fail(token_ids: list[int]) -> None:
-        raise ValueError("bad")
-
     try:
-        fail(list(range(424242, 424243)))
+        fail_over(list(range(424242, 424243)))
     except ValueError as error:
         structlog.get_logger("a").error("failed", exc_info=error)
     assert "ValueError: bad" in stream.getvalue()

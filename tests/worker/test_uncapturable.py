@@ -7,7 +7,7 @@ from modelworker.graphs.backend import UnknownKeyError
 from modelworker.graphs.cpu_backend import CpuGraphBackend
 from modelworker.graphs.dispatch import Dispatcher, Reason
 from modelworker.graphs.graph_set import GraphSet
-from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, RuntimeMode
 from modelworker.graphs.shapes import StepShape
 from modelworker.ops.op_settings import OpSettings, Platform
 from modelworker.worker.models.registry import build_model
@@ -32,7 +32,7 @@ def test_native_ops_that_read_values_on_the_host_are_an_obstacle_on_cuda(
 
 def test_the_mode_is_not_captured_with_the_obstacle_as_reason_and_the_other_mode_is() -> None:
     world = GraphWorld(max_sequences=4, max_tokens=16)
-    dispatcher = Dispatcher(GraphSettings(max_sequences=4, max_tokens_per_step=16, mode=GraphMode.FULL_AND_PIECEWISE))
+    dispatcher = Dispatcher(GraphSettings(max_sequences=4, max_tokens_per_step=16, mode=CaptureMode.FULL_AND_PIECEWISE))
     program = Uncapturable(world.forward, OBSTACLE)
     graphs = GraphSet(backend=CpuGraphBackend(AtenRecorder()), programs={**world.programs(), RuntimeMode.FULL: program})
     with torch.inference_mode():

@@ -13,7 +13,8 @@ from modelworker.worker.batch import StepBatch
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import parse_reset_kv_cache, parse_step
-from modelworker_testing.steps import describe_worker, step_request, varint
+from modelworker_testing.descriptions import describe_worker
+from modelworker_testing.steps import step_request, varint
 
 WORKER = describe_worker()
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

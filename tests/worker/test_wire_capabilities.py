@@ -10,7 +10,8 @@ from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import CAPABILITIES, parse_step
 from modelworker.worker.wire.capabilities import FIELD_CAPABILITIES, RPC_CAPABILITIES
 from modelworker.worker.wire.unbuilt import REQUIRED_FIELDS
-from modelworker_testing.steps import describe_worker, step_request
+from modelworker_testing.descriptions import describe_worker
+from modelworker_testing.steps import step_request
 
 STEP_FIELDS = pb.ExecuteStepRequest.DESCRIPTOR.fields
 OPTIONAL_PATHS = [

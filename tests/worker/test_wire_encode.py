@@ -8,19 +8,20 @@ import pytest
 from google.protobuf.message import Message
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import (
+from modelworker.worker.batch import StepBatch
+from modelworker.worker.fencing import FenceState
+from modelworker.worker.result import (
     GraphExecution,
     GraphMode,
     SampledLogprobs,
     SequenceErrorCode,
     SequenceFailure,
-    StepBatch,
     StepResult,
     StepTimings,
 )
-from modelworker.worker.fencing import FenceState
 from modelworker.worker.wire import CAPABILITIES, encode_reset_kv_cache, encode_result, encode_worker_info, parse_step
-from modelworker_testing.steps import describe_worker, step_request
+from modelworker_testing.descriptions import describe_worker
+from modelworker_testing.steps import step_request
 
 
 def int32(*values: int) -> Any:

@@ -8,7 +8,8 @@ from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import StepBatch
 from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import parse_step
-from modelworker_testing.steps import NUM_BLOCKS, describe_worker, step_request
+from modelworker_testing.descriptions import NUM_BLOCKS, describe_worker
+from modelworker_testing.steps import step_request
 
 WORKER = describe_worker()
 SEQUENCED = {"worker_epoch": 1, "router_id": 2, "step_id": 3}

@@ -12,7 +12,9 @@ from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import parse_step
 from modelworker.worker.wire.violations import Violations
-from modelworker_testing.steps import describe_worker, is_valid, mutated_requests, token_places, valid_requests, varint
+from modelworker_testing.descriptions import describe_worker
+from modelworker_testing.step_rules import is_valid, token_places
+from modelworker_testing.steps import mutated_requests, valid_requests, varint
 
 WORKER = describe_worker()
 

@@ -15,7 +15,8 @@ from modelworker.worker.client import build_step
 from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import check_request_size, check_step_size, max_step_bytes, parse_step
 from modelworker.worker.wire.sizes import MAX_OTHER_REQUEST_BYTES
-from modelworker_testing.steps import describe_worker, step_request, valid_requests, varint
+from modelworker_testing.descriptions import describe_worker
+from modelworker_testing.steps import step_request, valid_requests, varint
 
 WORKER = describe_worker()
 LARGE_WORKER = describe_worker(max_model_len=8192, block_size=32, num_blocks=70_000, max_sequences=256, max_tokens_per_step=8192)

@@ -11,7 +11,8 @@ from modelworker.worker.batch import StepBatch
 from modelworker.worker.client import StepTokens, build_step
 from modelworker.worker.errors import InvalidStepError
 from modelworker.worker.wire import parse_step
-from modelworker_testing.steps import VOCAB_SIZE, describe_worker, step_request
+from modelworker_testing.descriptions import VOCAB_SIZE, describe_worker
+from modelworker_testing.steps import step_request
 
 ROWS = ((3, 1, [1]), (0, 3, [2]), (3, 3, [3, 4]))
 REPETITION = pb.SamplingParams(repetition=[2, 1, 1])

@@ -10,6 +10,8 @@ Errors are those of `errors`. Steps in order, with safe retries: `FencedSession`
 """
 
 from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
+from modelworker.worker.batch import FEEDBACK_TOKEN
+from modelworker.worker.client.answer import RowError, StepAnswer, StepLogprobs, StepPromptLogprobs, decode_answer
 from modelworker.worker.client.connection import AsyncClient, Client
 from modelworker.worker.client.errors import (
     CallDeadlineError,
@@ -26,18 +28,9 @@ from modelworker.worker.client.errors import (
     WorkerOwnedError,
     WorkerUnavailableError,
 )
-from modelworker.worker.client.session import AsyncFencedSession, FencedSession, StepPendingError
-from modelworker.worker.client.step import (
-    FEEDBACK_TOKEN,
-    BlockCopies,
-    RowError,
-    StepAnswer,
-    StepLogprobs,
-    StepPromptLogprobs,
-    StepSampling,
-    build_step,
-    decode_answer,
-)
+from modelworker.worker.client.session import AsyncFencedSession, FencedSession
+from modelworker.worker.client.session_state import StepPendingError
+from modelworker.worker.client.step import BlockCopies, StepSampling, build_step
 from modelworker.worker.client.step_tokens import StepTokens
 from modelworker.worker.client.stream import AsyncStepStream, StepStream, StreamAnswer
 from modelworker.worker.client.stream_session import AsyncStreamSession, StreamSession

@@ -14,12 +14,8 @@ from grpc_health.v1 import health_pb2
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
-from modelworker.worker.client.errors import (
-    WorkerCallError,
-    WorkerUnavailableError,
-    worker_errors,
-)
-from modelworker.worker.client.step import StepAnswer, decode_answer
+from modelworker.worker.client.answer import StepAnswer, decode_answer
+from modelworker.worker.client.errors import WorkerCallError, WorkerUnavailableError, worker_errors
 from modelworker.worker.client.stream import AsyncStepStream, StepStream
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20

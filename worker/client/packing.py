@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from modelworker.worker.batch import BoolArray
+from modelworker.worker.arrays import BoolArray
 
 IntegersLike = npt.NDArray[np.integer[Any]] | Sequence[int]
 FloatsLike = npt.NDArray[np.floating[Any]] | Sequence[float]

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from modelworker.proto import model_worker_pb2 as pb
+from modelworker.worker.client.answer import StepAnswer, decode_answer
 from modelworker.worker.client.errors import (
     CallDeadlineError,
     WorkerCallError,
@@ -24,7 +25,6 @@ from modelworker.worker.client.errors import (
     error_of_code,
     worker_errors,
 )
-from modelworker.worker.client.step import StepAnswer, decode_answer
 
 
 class RunningStream(Protocol):

@@ -9,87 +9,14 @@ where that can help, else the error is raised and all of them are void.
 import asyncio
 import time
 
-import grpc
-
 from modelworker.proto.model_worker_pb2 import ExecuteStepRequest, WorkerInfo
+from modelworker.worker.client.answer import StepAnswer
 from modelworker.worker.client.connection import AsyncClient, Client
-from modelworker.worker.client.errors import KvCacheLostError, WorkerCallError, WorkerFaultError
-from modelworker.worker.client.session import (
-    DEFAULT_PATIENCE_SECONDS,
-    AsyncFencedSession,
-    Attempts,
-    Fence,
-    FencedSession,
-    StepPendingError,
-)
-from modelworker.worker.client.step import StepAnswer
-from modelworker.worker.client.stream import AsyncStepStream, StepStream, StreamAnswer
-from modelworker.worker.errors import PreconditionReason
-
-
-class _Pipeline:
-    """What of a session's steps is on the present stream: a stream session without its transport."""
-
-    def __init__(self, fence: Fence, max_unanswered: int | None) -> None:
-        self._fence = fence
-        self._max_unanswered = max_unanswered
-        self._num_void = 0
-
-    def stamp(self, request: ExecuteStepRequest, info: WorkerInfo) -> bool:
-        """Makes the request the next step. Returns whether it is the only one that is not answered.
-
-        Raises:
-            StepPendingError: there are too many of them.
-        """
-        self._fence.stamp(request, self.max_unanswered(info))
-        return len(self._fence.unanswered) == 1
-
-    def max_unanswered(self, info: WorkerInfo) -> int:
-        """Returns how many steps may be unanswered at once. Those beyond the worker's limit are refused, and sent again."""
-        return self._max_unanswered or info.limits.max_steps_in_flight
-
-    def begin(self) -> list[ExecuteStepRequest]:
-        """Starts with a new stream. Returns what has to be sent on it."""
-        self._num_void = 0
-        return list(self._fence.unanswered)
-
-    def check_epoch(self, info: WorkerInfo) -> None:
-        """Checks that the unanswered steps can still be settled.
-
-        Raises:
-            KvCacheLostError: they belong to an epoch that is over.
-        """
-        if info.worker_epoch != self._fence.worker_epoch:
-            text = f"the worker's epoch is {info.worker_epoch}, no longer {self._fence.worker_epoch}"
-            reason = PreconditionReason.KV_CACHE_LOST
-            raise KvCacheLostError(grpc.StatusCode.FAILED_PRECONDITION, text, reason=reason)
-
-    def check_pending(self) -> None:
-        """Checks that there is something to wait for.
-
-        Raises:
-            StepPendingError: there is not.
-        """
-        if self._fence.pending is None:
-            raise StepPendingError("no step is pending")
-
-    def take(self, answer: StreamAnswer) -> StepAnswer | WorkerCallError | None:
-        """Takes the next answer of the stream: that of the first unanswered step, or None where it belongs to a void one.
-
-        With an error all other steps on the stream are void: their answers are still to come, and say nothing more.
-        """
-        if self._num_void:
-            self._num_void -= 1
-            return None
-        pending = self._fence.pending
-        if pending is None or answer.step_id not in (pending.step_id, 0):
-            expected = "none" if pending is None else f"that of step {pending.step_id}"
-            raise WorkerFaultError(grpc.StatusCode.UNKNOWN, f"the answer of step {answer.step_id} came, expected {expected}")
-        if isinstance(answer.outcome, WorkerCallError):
-            self._num_void = len(self._fence.unanswered) - 1
-        else:
-            self._fence.settle()
-        return answer.outcome
+from modelworker.worker.client.errors import WorkerCallError
+from modelworker.worker.client.pipeline import Pipeline
+from modelworker.worker.client.session import DEFAULT_PATIENCE_SECONDS, AsyncFencedSession, FencedSession
+from modelworker.worker.client.session_state import Attempts
+from modelworker.worker.client.stream import AsyncStepStream, StepStream
 
 
 class StreamSession(FencedSession):
@@ -123,7 +50,7 @@ class StreamSession(FencedSession):
         """
         self._stream: StepStream | None = None
         super().__init__(client, router_id=router_id, patience=patience)
-        self._pipeline = _Pipeline(self._fence, max_unanswered)
+        self._pipeline = Pipeline(self._state, max_unanswered)
 
     @property
     def depth(self) -> int:
@@ -151,19 +78,19 @@ class StreamSession(FencedSession):
             WorkerCallError: the worker refuses the step: it and all behind it are void, and its id is the next step's; or patience
                 is over, and `receive` may settle it later (`is_pending` tells).
         """
-        self._pipeline.check_pending()
+        self._state.first_pending()
         attempts = Attempts(self._patience)
         while True:
             try:
                 outcome = self._next(attempts)
             except WorkerCallError as error:
                 self.close()
-                time.sleep(self._fence.pause_after(error, attempts))
+                time.sleep(self._state.pause_after(error, attempts))
                 continue
             if isinstance(outcome, StepAnswer):
                 return outcome
             if outcome is not None:
-                time.sleep(self._fence.pause_after(outcome, attempts, in_band=True))
+                time.sleep(self._state.pause_after(outcome, attempts, in_band=True))
                 self._send_again()
 
     def _next(self, attempts: Attempts) -> StepAnswer | WorkerCallError | None:
@@ -180,7 +107,7 @@ class StreamSession(FencedSession):
 
     def _send_again(self) -> None:
         if self._stream is not None:
-            for request in self._fence.unanswered:
+            for request in self._state.unanswered:
                 self._stream.send(request)
 
     def execute(self, request: ExecuteStepRequest) -> StepAnswer:
@@ -189,8 +116,7 @@ class StreamSession(FencedSession):
         Raises:
             StepPendingError: a step before it is not answered.
         """
-        if self.is_pending:
-            raise StepPendingError(f"step {self.next_step_id - 1} is not settled: call receive() first")
+        self._pipeline.check_settled()
         self.send(request)
         return self.receive()
 
@@ -231,7 +157,7 @@ class AsyncStreamSession(AsyncFencedSession):
     ) -> None:
         super().__init__(client, router_id=router_id, patience=patience)
         self._stream: AsyncStepStream | None = None
-        self._pipeline = _Pipeline(self._fence, max_unanswered)
+        self._pipeline = Pipeline(self._state, max_unanswered)
 
     @classmethod
     async def open(
@@ -257,7 +183,7 @@ class AsyncStreamSession(AsyncFencedSession):
 
     async def receive(self) -> StepAnswer:
         """Returns the answer of the first unanswered step; see `StreamSession.receive`."""
-        self._pipeline.check_pending()
+        self._state.first_pending()
         try:
             return await self._receive(Attempts(self._patience))
         except asyncio.CancelledError:
@@ -270,12 +196,12 @@ class AsyncStreamSession(AsyncFencedSession):
                 outcome = await self._next(attempts)
             except WorkerCallError as error:
                 self.close()
-                await asyncio.sleep(self._fence.pause_after(error, attempts))
+                await asyncio.sleep(self._state.pause_after(error, attempts))
                 continue
             if isinstance(outcome, StepAnswer):
                 return outcome
             if outcome is not None:
-                await asyncio.sleep(self._fence.pause_after(outcome, attempts, in_band=True))
+                await asyncio.sleep(self._state.pause_after(outcome, attempts, in_band=True))
                 await self._send_again()
 
     async def _next(self, attempts: Attempts) -> StepAnswer | WorkerCallError | None:
@@ -292,13 +218,12 @@ class AsyncStreamSession(AsyncFencedSession):
 
     async def _send_again(self) -> None:
         if self._stream is not None:
-            for request in self._fence.unanswered:
+            for request in self._state.unanswered:
                 await self._stream.send(request, self._patience)
 
     async def execute(self, request: ExecuteStepRequest) -> StepAnswer:
         """Executes the next step and waits for it; see `StreamSession.execute`."""
-        if self.is_pending:
-            raise StepPendingError(f"step {self.next_step_id - 1} is not settled: call receive() first")
+        self._pipeline.check_settled()
         await self.send(request)
         return await self.receive()
 

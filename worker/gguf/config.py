@@ -46,7 +46,7 @@ _UNDERSTOOD = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
+class ModelGeometry:
     """The sizes of the model, and which optional tensors it has."""
 
     num_layers: int
@@ -61,7 +61,7 @@ class Geometry:
     mlp_bias: bool
 
 
-def read_geometry(file: GgufFile) -> Geometry:
+def read_geometry(file: GgufFile) -> ModelGeometry:
     """Reads the sizes.
 
     Raises:
@@ -78,7 +78,7 @@ def read_geometry(file: GgufFile) -> Geometry:
         raise CheckpointError(f"{file.path}: the tensor token_embd.weight is missing or not a matrix")
     hidden_size, num_heads = file.integer("llama.embedding_length"), file.integer("llama.attention.head_count")
     head_dim = file.integer("llama.attention.key_length", hidden_size // num_heads if num_heads > 0 else 0)
-    geometry = Geometry(
+    geometry = ModelGeometry(
         num_layers=file.integer("llama.block_count"),
         hidden_size=hidden_size,
         intermediate_size=file.integer("llama.feed_forward_length"),
@@ -94,7 +94,7 @@ def read_geometry(file: GgufFile) -> Geometry:
     return geometry
 
 
-def _check(file: GgufFile, geometry: Geometry) -> None:
+def _check(file: GgufFile, geometry: ModelGeometry) -> None:
     """Refuses what a LlamaForCausalLM can't be."""
     for key, value in (
         ("llama.block_count", geometry.num_layers),
@@ -125,7 +125,7 @@ def _check(file: GgufFile, geometry: Geometry) -> None:
         raise file.wrong("llama.attention.sliding_window", window, f"0 or at least the context length, {context}")
 
 
-def model_config(file: GgufFile, geometry: Geometry, dtype: str) -> dict[str, Any]:
+def model_config(file: GgufFile, geometry: ModelGeometry, dtype: str) -> dict[str, Any]:
     """The content of config.json, in the spelling that every version of transformers reads."""
     theta = file.number("llama.rope.freq_base", 10000.0)
     config: dict[str, Any] = {

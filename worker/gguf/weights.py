@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from modelworker.worker.errors import CheckpointError
-from modelworker.worker.gguf.config import Geometry
+from modelworker.worker.gguf.config import ModelGeometry
 from modelworker.worker.gguf.file import GgufFile
 
 # Elements dequantized at a time: the importer's memory, whatever the size of the model.
@@ -40,7 +40,7 @@ class PlannedTensor:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
-def plan_weights(file: GgufFile, geometry: Geometry) -> list[PlannedTensor]:
+def plan_weights(file: GgufFile, geometry: ModelGeometry) -> list[PlannedTensor]:
     """Maps every tensor of a LlamaForCausalLM to the file's tensors.
 
     Raises:
@@ -58,7 +58,7 @@ def plan_weights(file: GgufFile, geometry: Geometry) -> list[PlannedTensor]:
     return planned
 
 
-def _outer_tensors(geometry: Geometry) -> Iterator[PlannedTensor]:
+def _outer_tensors(geometry: ModelGeometry) -> Iterator[PlannedTensor]:
     embedding = (geometry.vocab_size, geometry.hidden_size)
     yield PlannedTensor(name="model.embed_tokens.weight", shape=embedding, source="token_embd.weight")
     yield PlannedTensor(name="model.norm.weight", shape=(geometry.hidden_size,), source="output_norm.weight")
@@ -66,7 +66,7 @@ def _outer_tensors(geometry: Geometry) -> Iterator[PlannedTensor]:
         yield PlannedTensor(name="lm_head.weight", shape=embedding, source="output.weight")
 
 
-def _layer_tensors(geometry: Geometry, layer: int, present: frozenset[str]) -> Iterator[PlannedTensor]:
+def _layer_tensors(geometry: ModelGeometry, layer: int, present: frozenset[str]) -> Iterator[PlannedTensor]:
     hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
     query, key = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
     prefix, source = f"model.layers.{layer}", f"blk.{layer}"

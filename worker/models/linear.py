@@ -72,7 +72,7 @@ class OutputPart(NamedTuple):
 
 
 class MergedColumnParallelLinear(LinearLayer):
-    """Several matrices with the same input as one, each divided among the ranks by its output rows.
+    """One or several matrices with the same input as one, each divided among the ranks by its output rows.
 
     A rank's output is its share of the first part's features, then of the second's, and so on.
     """
@@ -118,37 +118,6 @@ class MergedColumnParallelLinear(LinearLayer):
             prefix=prefix,
             dtype=dtype,
             ops=ops,
-            method=method,
-        )
-
-
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """A matrix divided among the ranks by its output rows."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        prefix: str,
-        dtype: torch.dtype,
-        ops: OpSettings,
-        bias: bool = False,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        disable_tp: bool = False,
-        method: LinearMethod | None = None,
-    ) -> None:
-        super().__init__(
-            in_features,
-            (OutputPart(prefix.rpartition(".")[2], out_features),),
-            prefix=prefix,
-            dtype=dtype,
-            ops=ops,
-            bias=bias,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            disable_tp=disable_tp,
             method=method,
         )
 

@@ -8,11 +8,13 @@ from typing import Protocol
 
 import numpy as np
 
-from modelworker.worker.batch import StepBatch, StepResult, UInt64Array
+from modelworker.worker.arrays import UInt64Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.description import Degradation
 from modelworker.worker.errors import OverloadedError, PreconditionError
 from modelworker.worker.executor import StepEngine
 from modelworker.worker.recording.recorder import STEPS_RECORDED, StepRecorder
+from modelworker.worker.result import StepResult
 
 _log = logging.getLogger(__name__)
 

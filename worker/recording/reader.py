@@ -7,7 +7,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import UInt64Array
+from modelworker.worker.arrays import UInt64Array
 from modelworker.worker.errors import SetupError
 from modelworker.worker.recording.file import RecordingFile, RecordKind
 

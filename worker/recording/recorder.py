@@ -15,13 +15,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from modelworker.worker.batch import StepBatch, StepResult, UInt64Array
+from modelworker.worker.arrays import UInt64Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.counters import Counters
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.recording.facts import as_chosen, facts_of
 from modelworker.worker.recording.file import Record, RecordingHeader, RecordKind, create_file, encode_header
 from modelworker.worker.recording.reader import ReleasedSequences
+from modelworker.worker.result import StepResult
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.settings_record import settings_as_record
 from modelworker.worker.wire import encode_result

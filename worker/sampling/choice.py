@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from modelworker.ops.sampling import SampleTokens
-from modelworker.worker.batch import BoolArray, IndexArray, Int32Array, SamplingBatch, UInt64Array
+from modelworker.worker.arrays import BoolArray, IndexArray, Int32Array, UInt64Array
+from modelworker.worker.batch import SamplingBatch
 from modelworker.worker.random_numbers import uniforms
 from modelworker.worker.sampling.edits import edit_logits, edited_positions
 from modelworker.worker.sampling.filters import Filters, draw

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import BoolArray, Float32Array, GrammarMasks, IndexArray, SamplingBatch, TokenLists
+from modelworker.worker.arrays import BoolArray, Float32Array, IndexArray
+from modelworker.worker.batch import GrammarMasks, SamplingBatch, TokenLists
 from modelworker.worker.ragged import ranges, starts_of
 from modelworker.worker.sampling.history import TokenStreams
 from modelworker.worker.sampling.positions import SampledPositions

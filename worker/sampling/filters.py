@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import BoolArray, Float32Array, IndexArray, Int32Array
+from modelworker.worker.arrays import BoolArray, Float32Array, IndexArray, Int32Array
 from modelworker.worker.sampling.largest import largest
 from modelworker.worker.sampling.tensors import column, rows_of, to_device
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelworker.worker.batch import IndexArray, Int32Array, StepBatch
+from modelworker.worker.arrays import IndexArray, Int32Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.ragged import ranges, starts_of
 
 TokensBefore = Callable[[StepBatch, IndexArray, Int32Array], Int32Array]

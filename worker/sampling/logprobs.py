@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import BoolArray, Float32Array, IndexArray, Int32Array
+from modelworker.worker.arrays import BoolArray, Float32Array, IndexArray, Int32Array
 from modelworker.worker.sampling.largest import largest, rank_of
 from modelworker.worker.sampling.tensors import rows_of, to_device
 

@@ -6,9 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import BoolArray, IndexArray, Int32Array, PromptLogprobs, StepBatch
+from modelworker.worker.arrays import BoolArray, IndexArray, Int32Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.ragged import ranges
+from modelworker.worker.result import PromptLogprobs
 from modelworker.worker.sampling.largest import best_of_rows
 from modelworker.worker.sampling.logprobs import Distributions, Listing, list_logprobs
 from modelworker.worker.sampling.tensors import to_device

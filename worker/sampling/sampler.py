@@ -7,19 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import (
-    BoolArray,
-    IndexArray,
-    Int32Array,
-    PromptLogprobs,
-    SampledLogprobs,
-    SamplingBatch,
-    SequenceErrorCode,
-    SequenceFailure,
-    StepBatch,
-    UInt64Array,
-)
+from modelworker.worker.arrays import BoolArray, IndexArray, Int32Array, UInt64Array
+from modelworker.worker.batch import SamplingBatch, StepBatch
 from modelworker.worker.models.causal_lm import CausalLM
+from modelworker.worker.result import PromptLogprobs, SampledLogprobs, SequenceErrorCode, SequenceFailure
 from modelworker.worker.sampling.choice import Samples, choose, greedy_samples
 from modelworker.worker.sampling.history import TokensBefore, TokenStreams, complete_history
 from modelworker.worker.sampling.positions import SampledPositions, sampled_positions

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from modelworker.worker.batch import BoolArray, Float32Array, IndexArray, Int32Array, UInt8Array
+from modelworker.worker.arrays import BoolArray, Float32Array, IndexArray, Int32Array, UInt8Array
 
 Array = BoolArray | Float32Array | IndexArray | Int32Array | UInt8Array
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelworker.worker.batch import BoolArray, IndexArray, Int32Array, StepBatch
+from modelworker.worker.arrays import BoolArray, IndexArray, Int32Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.sampling.positions import SampledPositions
 
 

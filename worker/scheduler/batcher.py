@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from modelworker.worker.client import WorkerInfo
+from modelworker.worker.client import FEEDBACK_TOKEN, WorkerInfo
 from modelworker.worker.scheduler.blocks import BlockPool
-from modelworker.worker.scheduler.sequence import FEEDBACK, Residence, Row, Sequence, SharedPrefix
+from modelworker.worker.scheduler.sequence import Residence, Row, Sequence, SharedPrefix
 from modelworker.worker.scheduler.types import SchedulerSettings
 
 
@@ -181,7 +181,7 @@ class Batcher:
         if query_len < 1:
             return Row(sequence, residence, start, [], 0, False)
         token_ids = sequence.token_ids[start : start + query_len]
-        token_ids += [FEEDBACK] * (query_len - len(token_ids))
+        token_ids += [FEEDBACK_TOKEN] * (query_len - len(token_ids))
         drafts = self._drafts(sequence, residence, room) if samples else []
         if drafts and self._grow(residence, start + query_len + len(drafts)):
             return Row(sequence, residence, start, token_ids + drafts, len(drafts), samples)

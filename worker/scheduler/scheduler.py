@@ -5,8 +5,8 @@
                          └── preempted, lost, tainted ┘
 
 Steps are sent through a fenced session. One that takes several steps at a time is kept full: a step is then sent before the
-tokens of the one before are known here, and stands for them with FEEDBACK. That a sequence has stopped is seen when it has a row
-in the next step already: that row's token is dropped.
+tokens of the one before are known here, and stands for them with `FEEDBACK_TOKEN`. That a sequence has stopped is seen when it has
+a row in the next step already: that row's token is dropped.
 """
 
 import time
@@ -26,6 +26,7 @@ from modelworker.worker.client import (
 from modelworker.worker.scheduler.batcher import Batch, Batcher
 from modelworker.worker.scheduler.drafts import PromptLookup
 from modelworker.worker.scheduler.message import build_request, rows_of
+from modelworker.worker.scheduler.request_check import check_request
 from modelworker.worker.scheduler.sequence import Row, Sequence, SharedPrefix
 from modelworker.worker.scheduler.types import (
     Event,
@@ -98,16 +99,6 @@ class Scheduler:
         return not (self._batcher.waiting or self._batcher.running or self._flights)
 
     @property
-    def num_waiting(self) -> int:
-        """Requests without blocks."""
-        return len(self._batcher.waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Requests with blocks."""
-        return len(self._batcher.running)
-
-    @property
     def num_free_blocks(self) -> int:
         """KV cache blocks that nobody has."""
         return self._batcher.blocks.num_free
@@ -152,7 +143,9 @@ class Scheduler:
         """
         requests = [request.with_seed_offset(index) for index in range(count)]
         for each in requests:
-            self._check(each)
+            check_request(each, self.info, num_drafts=self._settings.num_drafts)
+            if misfit := self._misfit(each):
+                raise RequestError("max_tokens", misfit)
         shares = count > 1 and len(request.prompt_ids) > 1 and "block_copies" in self.info.capabilities
         prefix = SharedPrefix(len(request.prompt_ids) - 1) if shares else None
         return [self._queue(each, prefix) for each in requests]
@@ -163,24 +156,6 @@ class Scheduler:
         self._num_requests += 1
         self._batcher.waiting.append(sequence)
         return sequence.request_id
-
-    def _check(self, request: Request) -> None:
-        request.sampling.check()
-        request.sampling.check_capabilities(self.info.capabilities)
-        if self._settings.num_drafts and "draft_lens" not in self.info.capabilities:
-            raise RequestError("num_drafts", f"found {self._settings.num_drafts}, but this worker does not verify drafts")
-        vocab_size, max_model_len = self.info.model.vocab_size, self.info.model.max_model_len
-        if not request.prompt_ids:
-            raise RequestError("prompt_ids", "found no token, expected at least 1")
-        if request.max_tokens < 1:
-            raise RequestError("max_tokens", f"found {request.max_tokens}, expected at least 1")
-        for position, token_id in enumerate(request.prompt_ids):
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(f"prompt_ids[{position}]", f"found {token_id}, expected 0 .. {vocab_size - 1}")
-        if len(request.prompt_ids) > max_model_len:
-            raise RequestError("prompt_ids", f"found {len(request.prompt_ids)} tokens, the model takes {max_model_len}")
-        if misfit := self._misfit(request):
-            raise RequestError("max_tokens", misfit)
 
     def _misfit(self, request: Request) -> str:
         """Says why the request could never have all the blocks that it may need, or "" if it could."""

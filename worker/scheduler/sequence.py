@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 from modelworker.worker.scheduler.drafts import PromptLookup
 from modelworker.worker.scheduler.types import Request
 
-FEEDBACK = -1
-"""Stands for the last token that the worker has sampled for the sequence."""
-
 
 @dataclass(eq=False, slots=True)
 class SharedPrefix:
@@ -105,7 +102,7 @@ class Row:
         sequence: whose.
         residence: the sequence's when the row was chosen.
         start: position of the first token.
-        token_ids: FEEDBACK first where the token is not known here.
+        token_ids: `FEEDBACK_TOKEN` first where the token is not known here.
         num_drafts: how many at the end are guesses.
         samples: whether it gets the sequence's next token.
     """

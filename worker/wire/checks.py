@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import FEEDBACK_TOKEN, BoolArray, IndexArray, Int32Array, Int64Array, UInt64Array
+from modelworker.worker.arrays import BoolArray, IndexArray, Int32Array, Int64Array, UInt64Array
+from modelworker.worker.batch import FEEDBACK_TOKEN
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.ragged import starts_of
 from modelworker.worker.wire.violations import Violations, check_length, check_optional_length

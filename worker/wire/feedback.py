@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from modelworker.worker.batch import FEEDBACK_TOKEN, BoolArray
+from modelworker.worker.arrays import BoolArray
+from modelworker.worker.batch import FEEDBACK_TOKEN
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.ragged import starts_of
 from modelworker.worker.wire.checks import StepFields, place_of

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import GraphMode
 from modelworker.worker.description import (
     ExecutionDescription,
     KvCacheDescription,
@@ -13,6 +12,7 @@ from modelworker.worker.description import (
     WorkerDescription,
 )
 from modelworker.worker.fencing import FenceState
+from modelworker.worker.result import GraphMode
 from modelworker.worker.wire.capabilities import CAPABILITIES
 
 

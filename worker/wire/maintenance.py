@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from modelworker.worker.batch import Int32Array
+from modelworker.worker.arrays import Int32Array
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.ragged import starts_of
 from modelworker.worker.wire.checks import StepFields, check_range

@@ -3,8 +3,9 @@
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import PromptLogprobs, PromptLogprobsBatch
+from modelworker.worker.batch import PromptLogprobsBatch
 from modelworker.worker.description import WorkerDescription
+from modelworker.worker.result import PromptLogprobs
 from modelworker.worker.wire.checks import StepFields
 from modelworker.worker.wire.violations import Violations, check_optional_length
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import UInt64Array
+from modelworker.worker.arrays import UInt64Array
 from modelworker.worker.wire.content import MessageSchema, refuse_unknown_fields
 from modelworker.worker.wire.violations import Violations
 

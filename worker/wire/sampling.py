@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import BoolArray, SamplingBatch
+from modelworker.worker.arrays import BoolArray
+from modelworker.worker.batch import SamplingBatch
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.wire.checks import StepFields
 from modelworker.worker.wire.token_lists import check_history, parse_grammar, parse_history, parse_logit_bias, parse_token_lists

@@ -5,8 +5,9 @@ from typing import Protocol
 import numpy as np
 
 from modelworker.proto import model_worker_pb2 as pb
-from modelworker.worker.batch import SampledLogprobs, StepBatch, StepResult
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.description import WorkerDescription
+from modelworker.worker.result import SampledLogprobs, StepResult
 from modelworker.worker.trace_context import trace_id_of
 from modelworker.worker.wire.checks import CHECKS, Check, StepFields
 from modelworker.worker.wire.content import MessageSchema, digest_without, refuse_unknown_fields

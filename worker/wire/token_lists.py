@@ -8,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from modelworker.worker.batch import GrammarMasks, Int32Array, Int64Array, LogitBias, SamplingBatch, TokenHistory, TokenLists
+from modelworker.worker.arrays import Int32Array, Int64Array
+from modelworker.worker.batch import GrammarMasks, LogitBias, SamplingBatch, TokenHistory, TokenLists
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.wire.checks import StepFields
 from modelworker.worker.wire.violations import Violations, check_length

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sized
 
-from modelworker.worker.batch import Int64Array
+from modelworker.worker.arrays import Int64Array
 from modelworker.worker.errors import InvalidStepError, Violation
 
 

@@ -7,7 +7,6 @@ import torch
 
 from gpu_check.plan import BLOCK_SIZE, ROUNDS, Plan
 from gpu_check.row import Row
-from modelworker.worker.batch import GraphMode
 from modelworker.worker.cpu_kernels import load_cpu_kernels
 from modelworker.worker.engine import Engine
 from modelworker.worker.machine import read_machine
@@ -16,6 +15,7 @@ from modelworker.worker.models.config import ModelConfig
 from modelworker.worker.models.registry import build_model
 from modelworker.worker.plan import free_bytes_of, weights_bytes
 from modelworker.worker.progress import LogProgress
+from modelworker.worker.result import GraphMode
 from modelworker.worker.settings import (
     CacheSettings,
     ExecutionSettings,

@@ -11,7 +11,7 @@ from modelworker.ops.cpu.kernel_list import KernelList
 from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.memory_pool import MemoryPool
 from modelworker.ops.cpu.packing import WeightArena, pack_weight
-from modelworker_testing.threads import torch_threads
+from modelworker.ops.cpu.threads import torch_threads
 
 LENGTH = 40
 SIZE = 96

@@ -10,6 +10,7 @@ from modelworker.ops.cpu.kernel_list import KernelList
 from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.memory_pool import MemoryPool
 from modelworker.ops.cpu.packing import WeightArena, pack_weight, packed_shape
+from modelworker.ops.cpu.threads import torch_threads
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 # Tails of every kind: single elements, an odd number of inputs, less than a block, more inputs than are multiplied at a time.
@@ -106,16 +107,12 @@ def test_a_row_of_nan_does_not_reach_its_neighbours(cpu_library: CpuLibrary, dty
 def test_products_do_not_depend_on_the_number_of_threads(cpu_library: CpuLibrary, dtype: torch.dtype, rows: int) -> None:
     x, weight = torch.randn(rows, 200).to(dtype), torch.randn(330, 200).to(dtype)
     packed = pack_weight(cpu_library, weight, WeightArena())
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for num_threads in (1, 2, 3):
+        with torch_threads(num_threads):
             logits = cpu_library.ops.linear_float32(x, packed, 330)
             greedy = cpu_library.ops.linear_argmax(x, packed, 330)
-            results.append((logits, *greedy))
-    finally:
-        torch.set_num_threads(threads)
+        results.append((logits, *greedy))
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 

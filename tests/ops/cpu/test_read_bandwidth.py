@@ -5,9 +5,9 @@ import mmap
 import resource
 
 import pytest
-import torch
 
 from modelworker.ops.cpu.library import CpuLibrary
+from modelworker.ops.cpu.threads import torch_threads
 
 
 def page_faults() -> int:
@@ -20,15 +20,11 @@ def test_every_page_is_read_within_the_seconds_that_it_says(cpu_library: CpuLibr
     pages = mmap.mmap(-1, num_pages * mmap.PAGESIZE)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with torch_threads(num_threads):
         before = page_faults()
         seconds = cpu_library.functions.modelworker_read_seconds(address, len(pages))
         # A page of new memory faults when it is first read, and never otherwise.
         assert page_faults() - before >= num_pages
         again = cpu_library.functions.modelworker_read_seconds(address, len(pages))
-    finally:
-        torch.set_num_threads(threads)
     assert 0 < again < 10
     assert 0 < seconds < 10

@@ -18,6 +18,7 @@ from modelworker.ops.cpu.bound_call import BoundCall
 from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.packing import WeightArena, pack_weight
 from modelworker.ops.cpu.recorder import RecordedStep, Recorder
+from modelworker.ops.cpu.threads import torch_threads
 
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 HEADS, KV_HEADS, HEAD_DIM, SIZE, HIDDEN = 4, 2, 32, 128, 192
@@ -130,17 +131,13 @@ def test_a_step_is_replayed_by_any_number_of_threads(cpu_library: CpuLibrary, re
     step.change(1)
     recorded = recorder.record(step)
     expected = recorded.outputs[0].clone()
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            step.change(1)
-            with torch.inference_mode():
-                recorded.outputs[0].zero_()
+    for num_threads in (1, 2, 3):
+        step.change(1)
+        with torch.inference_mode():
+            recorded.outputs[0].zero_()
+        with torch_threads(num_threads):
             recorded.replay()
-            assert torch.equal(recorded.outputs[0], expected)
-    finally:
-        torch.set_num_threads(threads)
+        assert torch.equal(recorded.outputs[0], expected)
 
 
 def bound_calls(recorded: RecordedStep[Any]) -> dict[str, int]:

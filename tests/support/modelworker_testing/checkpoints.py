@@ -70,6 +70,11 @@ def save_tiny(directory: Path, seed: int = 0, **changes: Any) -> Path:
     return save_checkpoint(directory, config, llama_tensors(config, seed))
 
 
+def random_table(seed: int, *, vocab_size: int = TINY["vocab_size"], scale: float = 3.0) -> Tensor:
+    """Random logits after each token: [vocab_size, vocab_size], fp32."""
+    return torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
 def save_table_model(directory: Path, wanted: Tensor, *, poisoned_tokens: tuple[int, ...] = (), **changes: Any) -> Path:
     """A Llama whose logits after token t are exactly `wanted[t]`, whatever stands before it.
 

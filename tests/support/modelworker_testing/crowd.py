@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import grpc.aio
-import torch
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto.model_worker_pb2_grpc import ModelWorkerStub
 from modelworker.worker.client import build_step
+from modelworker_testing.checkpoints import random_table
 
-WANTED = torch.randn(101, 101, generator=torch.Generator().manual_seed(3)) * 3
+WANTED = random_table(3)
 BEST = WANTED.argmax(-1).tolist()
 NUM_BLOCKS = 512
 KINDS = {"good": 80, "streaming": 20, "bad": 40, "cancelling": 30, "slow": 20, "huge": 10}

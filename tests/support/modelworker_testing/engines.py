@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from modelworker.worker.batch import StepResult
 from modelworker.worker.client.step import build_step
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
 from modelworker.worker.progress import LogProgress
+from modelworker.worker.result import StepResult
 from modelworker.worker.settings import (
     CacheSettings,
     DeviceSettings,

@@ -12,24 +12,20 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult, StepTimings, UInt64Array
+from modelworker.worker.arrays import UInt64Array
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.counters import Counters
-from modelworker.worker.description import (
-    ExecutionDescription,
-    KvCacheDescription,
-    ModelDescription,
-    SelfCheck,
-    StepLimits,
-    WorkerDescription,
-)
+from modelworker.worker.description import KvCacheDescription, StepLimits, WorkerDescription
 from modelworker.worker.errors import (
     PreconditionError,
     PreconditionReason,
     WorkerError,
 )
 from modelworker.worker.executor import Executor
+from modelworker.worker.result import GraphExecution, GraphMode, StepResult, StepTimings
 from modelworker.worker.settings import FencingSettings
 from modelworker.worker.ticket import Answer
+from modelworker_testing.descriptions import describe_engine
 
 ALICE, BOB = 11, 22
 BLOCK_SIZE = 4
@@ -108,23 +104,10 @@ class KvEngine:
 
 
 def describe() -> WorkerDescription:
-    return WorkerDescription(
-        model=ModelDescription(
-            name="checksum",
-            architecture="none",
-            weights_digest="",
-            config_digest="",
-            eos_token_ids=(),
-            dtype="int32",
-            vocab_size=1_000_000,
-            max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-            num_layers=1,
-            hidden_size=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
-            num_parameters=0,
-        ),
+    return describe_engine(
+        "checksum",
+        vocab_size=1_000_000,
+        max_model_len=NUM_BLOCKS * BLOCK_SIZE,
         kv_cache=KvCacheDescription(
             dtype="int32", layout_fingerprint="", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, bytes_per_block=4 * BLOCK_SIZE
         ),
@@ -137,19 +120,6 @@ def describe() -> WorkerDescription:
             lease_idle_ms=30_000,
             max_replays=128,
         ),
-        execution=ExecutionDescription(
-            device="cpu",
-            device_name="",
-            optimization_level=0,
-            graph_mode="NONE",
-            captured=(),
-            attention="none",
-            num_threads=1,
-            tensor_parallel_size=1,
-        ),
-        self_check=SelfCheck(passed=True, findings=()),
-        degradations=(),
-        versions={},
     )
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from modelworker.graphs.settings import GraphMode, GraphSettings, RuntimeMode
+from modelworker.graphs.settings import CaptureMode, GraphSettings, RuntimeMode
 
 
 @st.composite
@@ -12,7 +12,7 @@ def settings_of_graphs(draw: st.DrawFn, *, explicit: bool = True) -> GraphSettin
     """Settings of every mode; with sizes of their own now and then."""
     max_sequences = draw(st.integers(1, 80))
     max_tokens = draw(st.integers(1, 700))
-    mode = draw(st.sampled_from(GraphMode))
+    mode = draw(st.sampled_from(CaptureMode))
     query_lens = draw(st.lists(st.integers(1, min(20, max_tokens)), min_size=1, max_size=3, unique=True))
     values: dict[str, Any] = {}
     if explicit and mode.decode_mode is RuntimeMode.FULL and draw(st.booleans()):

@@ -14,10 +14,11 @@ from torch import Tensor
 from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey, fits, step_shape
-from modelworker.worker.batch import StepBatch, StepResult
+from modelworker.worker.batch import StepBatch
 from modelworker.worker.check_batch import CheckRow, CheckSampling, make_check_batch
 from modelworker.worker.counters import Counters
 from modelworker.worker.engine import Engine
+from modelworker.worker.result import StepResult
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, ModelSettings, OpsSettings, StepSettings, WorkerSettings
 from modelworker.worker.step_runner import PLAIN_WAY, StepRunner, Way
 from modelworker_testing.engines import engine_of, tiny_settings

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.models import TensorParallel
 from modelworker.worker.models.embedding import ParallelLMHead, VocabParallelEmbedding
-from modelworker.worker.models.linear import ColumnParallelLinear, RowParallelLinear
+from modelworker.worker.models.linear import MergedColumnParallelLinear, OutputPart, RowParallelLinear
 from modelworker_testing.paged_runs import load_ours, our_logits, random_prompt
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -58,7 +58,7 @@ def layer_outputs(parallel: TensorParallel, weights: dict[str, torch.Tensor]) ->
     """Outputs of each kind of layer, with this rank's share of `weights`."""
     options = {"dtype": torch.float32, "ops": OpSettings(), "tp_rank": parallel.rank, "tp_size": parallel.size}
     hidden, inner, vocab = 16, 24, 7
-    column = ColumnParallelLinear(hidden, inner, bias=True, prefix="column", **options)
+    column = MergedColumnParallelLinear(hidden, [OutputPart("column", inner)], bias=True, prefix="column", **options)
     row = RowParallelLinear(inner, hidden, bias=True, prefix="row", **options)
     unreduced = RowParallelLinear(inner, hidden, bias=True, reduce_results=False, prefix="row", **options)
     alone = RowParallelLinear(inner, hidden, bias=True, disable_tp=True, prefix="row", **options)

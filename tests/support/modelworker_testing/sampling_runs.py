@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from modelworker.ops.sampling import SampleTokens
-from modelworker.worker.batch import GrammarMasks, IndexArray, Int32Array, LogitBias, SamplingBatch, StepBatch, TokenLists
+from modelworker.worker.arrays import IndexArray, Int32Array
+from modelworker.worker.batch import GrammarMasks, LogitBias, SamplingBatch, StepBatch, TokenLists
 from modelworker.worker.kept_tokens import gap_error
 from modelworker.worker.ragged import starts_of
 from modelworker.worker.sampling.choice import Samples, choose

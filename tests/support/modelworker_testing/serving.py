@@ -15,20 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto import model_worker_pb2_grpc
-from modelworker.worker.batch import GraphExecution, GraphMode, StepBatch, StepResult, UInt64Array
-from modelworker.worker.description import (
-    ExecutionDescription,
-    KvCacheDescription,
-    ModelDescription,
-    SelfCheck,
-    StepLimits,
-    WorkerDescription,
-)
+from modelworker.worker.arrays import UInt64Array
+from modelworker.worker.batch import StepBatch
+from modelworker.worker.description import KvCacheDescription, StepLimits, WorkerDescription
 from modelworker.worker.progress import LogProgress
+from modelworker.worker.result import GraphExecution, GraphMode, StepResult
 from modelworker.worker.server import BuildEngine, ExitCode, WorkerServer
 from modelworker.worker.settings import WorkerSettings
 from modelworker.worker.statuses import STATUS_DETAILS_KEY
 from modelworker.worker.telemetry import configure_logging
+from modelworker_testing.descriptions import describe_engine
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 4
@@ -95,23 +91,10 @@ class SumEngine:
 
 
 def describe(settings: WorkerSettings, num_blocks: int) -> WorkerDescription:
-    return WorkerDescription(
-        model=ModelDescription(
-            name="sum",
-            architecture="SumForCausalLM",
-            weights_digest="sha256:00",
-            config_digest="sha256:00",
-            eos_token_ids=(2,),
-            dtype="float32",
-            vocab_size=VOCAB_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            num_layers=1,
-            hidden_size=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
-            num_parameters=0,
-        ),
+    return describe_engine(
+        "sum",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
         kv_cache=KvCacheDescription(
             dtype="int64", layout_fingerprint="sum", block_size=BLOCK_SIZE, num_blocks=num_blocks, bytes_per_block=8 * BLOCK_SIZE
         ),
@@ -124,19 +107,6 @@ def describe(settings: WorkerSettings, num_blocks: int) -> WorkerDescription:
             lease_idle_ms=int(settings.fencing.lease_idle_seconds * 1000),
             max_replays=8,
         ),
-        execution=ExecutionDescription(
-            device="cpu",
-            device_name="",
-            optimization_level=0,
-            graph_mode="NONE",
-            captured=(),
-            attention="sum",
-            num_threads=1,
-            tensor_parallel_size=1,
-        ),
-        self_check=SelfCheck(passed=True, findings=()),
-        degradations=(),
-        versions={"modelworker": "0.1.0"},
     )
 
 

@@ -14,7 +14,6 @@ from modelworker.worker.errors import SettingsError
 from modelworker.worker.models import TensorParallel, build_model, load_model_config
 from modelworker.worker.models.embedding import ParallelLMHead, VocabParallelEmbedding
 from modelworker.worker.models.linear import (
-    ColumnParallelLinear,
     MergedColumnParallelLinear,
     OutputPart,
     QKVParallelLinear,
@@ -64,7 +63,7 @@ def test_constructors_allocate_nothing_on_meta() -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": OpSettings(), "prefix": "a.b"}
     with torch.device("meta"):
         layers = [
-            ColumnParallelLinear(8, 8, bias=True, **options),
+            MergedColumnParallelLinear(8, [OutputPart("b", 8)], bias=True, **options),
             RowParallelLinear(8, 8, bias=True, **options),
             QKVParallelLinear(8, head_dim=4, num_heads=2, num_kv_heads=1, bias=True, **options),
             VocabParallelEmbedding(8, 8, **options),

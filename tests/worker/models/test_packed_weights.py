@@ -10,7 +10,7 @@ from torch import nn
 from modelworker.ops.cpu.packing import WeightArena
 from modelworker.ops.op_settings import OpSettings
 from modelworker.worker.models.embedding import ParallelLMHead, VocabParallelEmbedding
-from modelworker.worker.models.linear import ColumnParallelLinear
+from modelworker.worker.models.linear import MergedColumnParallelLinear, OutputPart
 from modelworker_testing.kernels import kernel_ops
 
 CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ def filled(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("rows", [0, 1, 17, 64])
 def test_a_packed_layer_computes_what_the_plain_one_does(kernels: OpSettings, dtype: torch.dtype, rows: int) -> None:
-    plain = ColumnParallelLinear(72, 50, prefix="up_proj", dtype=dtype, ops=OpSettings(), bias=True)
-    packed = ColumnParallelLinear(72, 50, prefix="up_proj", dtype=dtype, ops=kernels, bias=True)
+    plain = MergedColumnParallelLinear(72, [OutputPart("up_proj", 50)], prefix="up_proj", dtype=dtype, ops=OpSettings(), bias=True)
+    packed = MergedColumnParallelLinear(72, [OutputPart("up_proj", 50)], prefix="up_proj", dtype=dtype, ops=kernels, bias=True)
     packed.load_state_dict(filled(plain).state_dict())
     packed.process_after_loading(CPU, WeightArena())
     x = torch.randn(rows, 72).to(dtype)
@@ -40,7 +40,7 @@ def test_a_packed_layer_computes_what_the_plain_one_does(kernels: OpSettings, dt
 
 
 def test_packing_frees_the_weight_that_the_checkpoint_filled(kernels: OpSettings) -> None:
-    layer = ColumnParallelLinear(72, 50, prefix="up_proj", dtype=torch.float32, ops=kernels)
+    layer = MergedColumnParallelLinear(72, [OutputPart("up_proj", 50)], prefix="up_proj", dtype=torch.float32, ops=kernels)
     weight = weakref.ref(layer.get_parameter("weight"))
     layer.process_after_loading(CPU, WeightArena())
     assert weight() is None

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelworker.worker.batch import IndexArray, Int32Array, StepBatch, TokenHistory
+from modelworker.worker.arrays import IndexArray, Int32Array
+from modelworker.worker.batch import StepBatch, TokenHistory
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.errors import PreconditionError
 from modelworker.worker.sampling.history import TokenStreams, complete_history

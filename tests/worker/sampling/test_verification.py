@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelworker.graphs.dispatch import Choice, Reason
-from modelworker.worker.batch import GraphMode, SequenceErrorCode, StepResult
 from modelworker.worker.check_batch import CheckRow, make_check_batch
 from modelworker.worker.client.step import StepSampling
 from modelworker.worker.client.step_tokens import StepTokens
 from modelworker.worker.engine import Engine
+from modelworker.worker.result import GraphMode, SequenceErrorCode, StepResult
 from modelworker.worker.sampling.positions import sampled_positions
 from modelworker.worker.sampling.verification import verify
 from modelworker.worker.settings import ExecutionSettings
 from modelworker.worker.step_runner import Way
 from modelworker_testing.batches import make_batch
-from modelworker_testing.checkpoints import save_table_model
+from modelworker_testing.checkpoints import random_table, save_table_model
 from modelworker_testing.engines import engine_of, execute, tiny_settings_with
 
 VOCAB = 101
-WANTED = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5)) * 2
+WANTED = random_table(5, vocab_size=VOCAB, scale=2)
 BLOCKS = 6
 ROWS = 3
 PROMPT = [11, 12, 13]

@@ -10,25 +10,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from modelworker.worker.cli import main
 from modelworker.worker.errors import CheckpointError, SetupError
 from modelworker.worker.import_gguf import import_gguf
 from modelworker.worker.progress import LogProgress
-from modelworker_testing.gguf_files import Recipe, add_field, byte_level_source, imported, load, recipe_of, tiny_model
-
-
-@pytest.fixture(scope="session")
-def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
-    return byte_level_source()
-
-
-@pytest.fixture
-def good(byte_level: tuple[Tokenizer, dict[str, Any]]) -> Recipe:
-    """A file that imports well."""
-    return recipe_of(tiny_model(), byte_level[1])
+from modelworker_testing.gguf_files import Recipe, add_field, imported, load
 
 
 def _change(key: str, value: Any) -> Callable[[Recipe], None]:

@@ -25,17 +25,6 @@ from modelworker_testing.gguf_files import (
 )
 
 
-@pytest.fixture(scope="session")
-def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
-    return byte_level_source()
-
-
-@pytest.fixture
-def good(byte_level: tuple[Tokenizer, dict[str, Any]]) -> Recipe:
-    """A file that imports well."""
-    return recipe_of(tiny_model(), byte_level[1])
-
-
 @pytest.mark.parametrize("style", sorted(STYLES))
 def test_a_byte_level_tokenizer_splits_texts_as_its_source_does(tmp_path: Path, style: str) -> None:
     source, fields = byte_level_source(style)

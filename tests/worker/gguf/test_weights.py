@@ -23,7 +23,6 @@ from modelworker.worker.progress import LogProgress
 from modelworker_testing.gguf_files import (
     Recipe,
     add_field,
-    byte_level_source,
     imported,
     load,
     logits,
@@ -31,17 +30,6 @@ from modelworker_testing.gguf_files import (
     recipe_of,
     tiny_model,
 )
-
-
-@pytest.fixture(scope="session")
-def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
-    return byte_level_source()
-
-
-@pytest.fixture
-def good(byte_level: tuple[Tokenizer, dict[str, Any]]) -> Recipe:
-    """A file that imports well."""
-    return recipe_of(tiny_model(), byte_level[1])
 
 
 @pytest.mark.parametrize("tied", [False, True])
