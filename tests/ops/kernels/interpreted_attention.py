@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modelworker.ops.attention_spec import attention_variant, paged_attention_reference
 from modelworker.ops.kernels.geometry import ARCHITECTURES, AttentionGeometry, Tile, attention_geometry
-from modelworker.ops.kernels.paged_attention import launch_attention_form, launch_paged_attention, prepare_paged_attention
+from modelworker.ops.kernels.paged_attention import launch_attention_forms, launch_paged_attention, prepare_paged_attention
 from modelworker.ops.op_spec import SampleShape, Tolerance
 from modelworker_testing.interpreted import interpreted_spec
 from modelworker_testing.op_checks import run_and_check
@@ -43,12 +43,12 @@ class Step(NamedTuple):
     window: int
     soft_cap: float
 
-    def run(self, geometry: AttentionGeometry | None = None) -> Tensor:
+    def run(self, *geometries: AttentionGeometry) -> Tensor:
         self.output.fill_(NAN)
-        if geometry is None:
-            launch_paged_attention(*self)
+        if geometries:
+            launch_attention_forms(*self[:7], *self[8:], geometries)
         else:
-            launch_attention_form(*self[:7], *self[8:], geometry)
+            launch_paged_attention(*self)
         return self.output.clone()
 
     def expected(self) -> Tensor:
@@ -87,16 +87,16 @@ def make_step(
     )  # fmt: skip
 
 
-def check(step: Step, geometry: AttentionGeometry | None = None) -> None:
+def check(step: Step, *geometries: AttentionGeometry) -> None:
     tolerance = SPEC.tolerances[step.query.dtype]
-    torch.testing.assert_close(step.run(geometry).double(), step.expected(), rtol=tolerance.rtol, atol=tolerance.atol)
+    torch.testing.assert_close(step.run(*geometries).double(), step.expected(), rtol=tolerance.rtol, atol=tolerance.atol)
 
 
 def form(step: Step, tile: Tile, num_splits: int) -> AttentionGeometry:
     """A form of the kernel that the shapes would not have chosen."""
-    queries = tile.rows // (step.query.shape[1] // step.key_cache.shape[1])
-    num_blocks = step.query.shape[0] // queries + step.seq_lens.shape[0] + 1
-    return AttentionGeometry(tile=tile, block_queries=queries, num_blocks=num_blocks, num_splits=num_splits)
+    group = step.query.shape[1] // step.key_cache.shape[1]
+    num_tokens, num_sequences = step.query.shape[0], step.seq_lens.shape[0]
+    return AttentionGeometry.of_all(tile, group=group, num_tokens=num_tokens, num_sequences=num_sequences, num_splits=num_splits)
 
 
 def model_shapes() -> list[Any]:
@@ -220,11 +220,11 @@ def test_the_chosen_geometry_has_blocks_for_every_division_of_the_tokens() -> No
     """The bound on the number of blocks is exact in the worst case; here it is tried where it is tight."""
     for query_lens in ([1, 1, 1, 1, 12], [4, 4, 4, 4], [3, 5, 3, 5], [16], [0, 16, 0]):
         step = make_step(query_lens, [query + 2 if query else 0 for query in query_lens], num_heads=2, num_kv_heads=1)
-        geometry = attention_geometry(
+        geometries = attention_geometry(
             ARCHITECTURES[90], num_tokens=16, num_sequences=len(query_lens), num_heads=2, num_kv_heads=1, head_dim=16,
             max_context=64, window=0, dtype=torch.float32,
         )  # fmt: skip
-        check(step, geometry)
+        check(step, *geometries)
 
 
 def chosen(num_sequences: int, query_len: int, max_context: int, window: int) -> AttentionGeometry:

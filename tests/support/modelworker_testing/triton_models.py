@@ -64,13 +64,27 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "Mistral-7B": _shape(
             4096, 14336, 32, 8, 128, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=1024
         ),
+        "StableLM-3B": _shape(2560, 6912, 32, 32, 80),
+        "Phi-3-mini": _shape(
+            3072, 8192, 32, 32, 96, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=2047
+        ),
+        "Qwen3-8B": _shape(4096, 12288, 32, 8, 128, architectures=["Qwen3ForCausalLM"], model_type="qwen3"),
     }
 )
-"""One layer of each, with a small vocabulary."""
+"""One layer of each, as a decoder of ours whose heads, sizes and window are those of the model, with a small vocabulary."""
 
 
 VOCAB_SIZES: Final[Mapping[str, int]] = MappingProxyType(
-    {"SmolLM2-135M": 49152, "Llama-3.2-1B": 128256, "Llama-3.1-8B": 128256, "Qwen3-0.6B": 151936, "Mistral-7B": 32768}
+    {
+        "SmolLM2-135M": 49152,
+        "Llama-3.2-1B": 128256,
+        "Llama-3.1-8B": 128256,
+        "Qwen3-0.6B": 151936,
+        "Mistral-7B": 32768,
+        "StableLM-3B": 50304,
+        "Phi-3-mini": 32064,
+        "Qwen3-8B": 151936,
+    }
 )
 """Of the logits that tokens are drawn from."""
 
