@@ -63,24 +63,49 @@ def prepare_paged_attention(
                 )
 
 
-def launch_paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    output: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    order: Tensor,
-    scale: float,
-    window: int,
-    soft_cap: float,
-) -> None:
-    """Hot path: computes `paged_attention`. The grids follow from the shapes of the arguments alone."""
+class PagedAttentionLauncher:
+    """Launches `paged_attention` as the shapes of its arguments ask for.
+
+    All layers of a step have the same shapes but for the window: of each window, what was chosen last is kept.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[int, tuple[object, tuple[AttentionGeometry, ...]]] = {}
+
+    def launch(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        output: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        order: Tensor,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> None:
+        """Hot path: computes `paged_attention`. The grids follow from the shapes of the arguments alone."""
+        if query.shape[0] == 0:
+            return
+        shapes = (query.shape, query.dtype, key_cache.shape[1:3], seq_lens.shape[0], block_tables.shape[1], _driver())
+        found = self._chosen.get(window)
+        if found is None or found[0] != shapes:
+            found = self._chosen[window] = shapes, _choose(query, key_cache, seq_lens, block_tables, window)
+        launch_attention_forms(
+            *(query, key_cache, value_cache, output, query_starts, seq_lens, block_tables, scale, window, soft_cap, found[1])
+        )
+
+
+def _driver() -> object:
+    """Returns what tells GPUs apart without asking one: Triton's driver, of which the interpreter has none."""
+    return None if triton.knobs.runtime.interpret else triton.runtime.driver.active
+
+
+def _choose(query: Tensor, key_cache: Tensor, seq_lens: Tensor, block_tables: Tensor, window: int) -> tuple[AttentionGeometry, ...]:
     num_tokens, num_heads, head_dim = query.shape
-    if num_tokens == 0:
-        return
-    geometries = attention_geometry(
+    return attention_geometry(
         architecture(),
         num_tokens=num_tokens,
         num_sequences=seq_lens.shape[0],
@@ -90,9 +115,6 @@ def launch_paged_attention(
         max_context=block_tables.shape[1] * key_cache.shape[2],
         window=window,
         dtype=query.dtype,
-    )
-    launch_attention_forms(
-        *(query, key_cache, value_cache, output, query_starts, seq_lens, block_tables, scale, window, soft_cap, geometries)
     )
 
 
