@@ -141,6 +141,15 @@ def test_lengths_around_multiples_of_blocks_and_tiles_are_exact(seq_len: int) ->
     check(make_step([1, seq_len], [seq_len, seq_len], block_size=16))
 
 
+def test_one_launcher_serves_steps_of_any_shapes_and_windows_in_any_order() -> None:
+    launcher = PagedAttentionLauncher()
+    wide, windowed, prompt = make_step([1, 1], [40, 9]), make_step([1, 1], [40, 9], window=7), make_step([9], [30])
+    for step in (wide, windowed, wide, prompt, wide, windowed):
+        step.output.fill_(NAN)
+        launcher.launch(*step)
+        torch.testing.assert_close(step.output.double(), step.expected(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_few_programs_do_the_work_of_many() -> None:
     step = make_step([1, 3, 1, 6], [1, 50, 130, 17], padded_tokens=13, padded_sequences=6)
     for num_splits in (1, 3):

@@ -32,6 +32,8 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 TABLES: Final = ROOT / "tests" / "data" / "triton_resources.json"
 BLOCK_SIZE: Final = 32
 CAPABILITIES: Final = (80, 90, 100)
+# Shapes that are compiled for one capability only: their tiles are those of head_dim 128, with columns of heads left out.
+FOR_90_ONLY: Final = ("StableLM-3B", "Phi-3-mini", "Qwen3-8B")
 
 _COMMON: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -169,9 +171,9 @@ def read_tables() -> dict[str, Table]:
 
 
 def cases() -> Iterator[tuple[str, int, torch.dtype]]:
-    """Yields every model with every capability, and one that computes in fp32."""
+    """Yields the models with every capability, some with one, and one that computes in fp32."""
     for capability in CAPABILITIES:
-        yield from ((name, capability, torch.bfloat16) for name in SHAPES)
+        yield from ((name, capability, torch.bfloat16) for name in SHAPES if capability == 90 or name not in FOR_90_ONLY)
         yield "Llama-3.1-8B", capability, torch.float32
 
 
