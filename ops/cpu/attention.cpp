@@ -65,9 +65,10 @@ void attend_item(const AttentionArguments& a, const Item& item, const Item* next
   Engine engine(a, item);
   TileRows rows;
   start_rows(a, item, engine.num_padded_rows(), rows);
-  for (int64_t begin = item.begin; begin < item.end; begin += kStepTokens) {
-    if (begin + kStepTokens < item.end) {
-      locate(a, item, begin + kStepTokens, *following);
+  for (int64_t end = item.begin; end < item.end;) {
+    end += cached->count;
+    if (end < item.end) {
+      locate(a, item, end, *following);
     } else if (next != nullptr) {
       locate(a, *next, next->begin, *following);
     } else {

@@ -1,8 +1,9 @@
 // A few rows of queries of bf16: the heads that share a KV head in a decode step, and the tokens of a short draft.
 //
-// Scores are tile products (attention_tiles.h), with most rows of a tile unused. From there on only real rows cost: scores are turned, 4
-// rows at a time, into vectors of tokens, and values are added up from registers by dot products of pairs of tokens. In the cache, at 3
-// heads of 64 elements, that takes 0.75 x the time of tiles.
+// Scores are tile products (attention_tiles.h), with most rows of a tile unused, and are turned, 4 rows at a time, into vectors of tokens.
+// Values are multiplied as they lie in the cache, 16 tokens a tile, for which a tile's pairs are neighbouring elements of one token instead
+// of two tokens: half the rows of the other operand hold (weight, 0) and sum up even elements, half hold (0, weight) and sum up odd ones.
+// Nothing is interleaved or widened, so that a token costs two vector loads' worth of work less for each 32 elements.
 #pragma once
 #if defined(__AMX_BF16__)
 #include <cmath>
@@ -36,60 +37,55 @@ inline void load_four_rows(const float* scores, Vector* rows) {
 
 class FewRowsEngine : public TileScores {
  public:
-  FewRowsEngine(const AttentionArguments& a, const Item& item) : TileScores(a, item), sum_stride_(num_slices_ * 32) {
-    std::memset(sums_, 0, sizeof(float) * num_rows_ * sum_stride_);
+  FewRowsEngine(const AttentionArguments& a, const Item& item) : TileScores(a, item) {
+    std::memset(sums_, 0, sizeof(float) * num_rows_ * sum_stride());
   }
 
   // Turns scores into weights.
   void weigh_scores(const AttentionArguments& a, const Item& item, const Cached<BFloat16>& cached, TileRows& rows, Ahead<BFloat16>& ahead) {
     const bool is_prepared = needs_preparation(a, item, cached);
     const float factor = is_prepared ? 1.0f : a.scale * kLog2E;
-    const int64_t num_steps = (cached.count + 31) / 32;
+    const int64_t num_tiles = (cached.count + 15) / 16;
     for (int64_t row = 0; row < num_rows_; row += 4) {
       ahead.fetch(16);
       const int64_t count = num_rows_ - row < 4 ? num_rows_ - row : 4;
       Vector highest[4];
-      turn_scores(a, cached, rows, row, is_prepared, num_steps, highest);
-      for (int64_t r = 0; r < count; ++r) weigh_row(row + r, turned_ + r * kStepTokens, largest(highest[r]) * factor, factor, num_steps, rows);
+      turn_scores(a, cached, rows, row, is_prepared, num_tiles, highest);
+      for (int64_t r = 0; r < count; ++r) weigh_row(row + r, turned_ + r * kStepTokens, largest(highest[r]) * factor, factor, num_tiles, rows);
     }
   }
 
   void add_values(const Cached<BFloat16>& cached, const TileRows& rows, Ahead<BFloat16>& ahead) {
-    for (int64_t slice = 0; slice < num_slices_; slice += 2) {
-      for (int64_t row = 0; row < num_rows_; row += 4) {
-        if (slice + 1 < num_slices_) {
-          add_to_rows<2>(cached, row, slice, rows, ahead);
-        } else {
-          add_to_rows<1>(cached, row, slice, rows, ahead);
-        }
-      }
-    }
+    int64_t slice = 0;
+    for (; slice + 1 < num_slices_; slice += 2) add<2>(cached, slice, rows, ahead);
+    if (slice < num_slices_) add<1>(cached, slice, rows, ahead);
   }
 
   // The weighted sums of a row: [head_dim].
   const float* sums(int64_t row) {
-    // Pairs were interleaved within lanes of 128 bits: two vectors hold elements 0-3, 8-11, ... and 4-7, 12-15, ...
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     for (int64_t slice = 0; slice < num_slices_; ++slice) {
-      const float* from = sums_ + row * sum_stride_ + slice * 32;
-      const __m512 low = _mm512_load_ps(from);
-      const __m512 high = _mm512_load_ps(from + 16);
-      _mm512_store_ps(row_ + slice * 32, _mm512_permutex2var_ps(low, first, high));
-      _mm512_store_ps(row_ + slice * 32 + 16, _mm512_permutex2var_ps(low, second, high));
+      const float* from = sums_ + row * sum_stride() + slice * 32;
+      const __m512 even = _mm512_load_ps(from);
+      const __m512 odd = _mm512_load_ps(from + 16);
+      _mm512_store_ps(row_ + slice * 32, _mm512_permutex2var_ps(even, first, odd));
+      _mm512_store_ps(row_ + slice * 32 + 16, _mm512_permutex2var_ps(even, second, odd));
     }
     return row_;
   }
 
  private:
+  int64_t sum_stride() const { return num_slices_ * 32; }
+
   // Puts the scores of 4 rows into `turned_`, those behind the last token kLowest, and finds their maxima.
   void turn_scores(
-      const AttentionArguments& a, const Cached<BFloat16>& cached, const TileRows& rows, int64_t row, bool is_prepared, int64_t num_steps,
+      const AttentionArguments& a, const Cached<BFloat16>& cached, const TileRows& rows, int64_t row, bool is_prepared, int64_t num_tiles,
       Vector* highest) {
     const float* scores = scores_ + row;
     const Vector order = {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
     for (int r = 0; r < 4; ++r) highest[r] = broadcast(kLowest);
-    for (int64_t token = 0; token < num_steps * 32; token += 16) {
+    for (int64_t token = 0; token < num_tiles * 16; token += 16) {
       Vector vectors[4];
       load_four_rows(scores + token * 16, vectors);
       const int64_t left = cached.count - token;
@@ -107,19 +103,19 @@ class FewRowsEngine : public TileScores {
 
   // Turns a row's scores into weights of bf16 and updates the row: a running softmax (Milakov and Gimelshein, 2018). The sum is that of
   // the rounded weights, so that what rounding adds to all of them cancels.
-  void weigh_row(int64_t row, const float* scores, float step_highest, float factor, int64_t num_steps, TileRows& rows) {
+  void weigh_row(int64_t row, const float* scores, float step_highest, float factor, int64_t num_tiles, TileRows& rows) {
     const float before = rows.highest[row];
     const float highest = step_highest > before ? step_highest : before;
-    const auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
     const Vector offset = broadcast(-highest);
     Vector total = zero();
-    BFloat16* weights = weights_ + row * kStepTokens;
-    for (int64_t step = 0; step < num_steps; ++step, scores += 32, weights += 32) {
-      const Vector first = weight_of<true>(multiply_add(load(scores), broadcast(factor), offset));
-      const Vector second = weight_of<true>(multiply_add(load(scores + 16), broadcast(factor), offset));
-      const __m512bh rounded = _mm512_cvtne2ps_pbh(second.value, first.value);
-      total.value = _mm512_dpbf16_ps(total.value, rounded, ones);
-      _mm512_store_si512(weights, reinterpret_cast<__m512i>(rounded));
+    BFloat16* weights = weights_ + row * 32;
+    for (int64_t tile = 0; tile < num_tiles; ++tile, scores += 16, weights += 512) {
+      const Vector weight = weight_of<true>(multiply_add(load(scores), broadcast(factor), offset));
+      const __m512i even = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight.value)));
+      const __m512i odd = _mm512_slli_epi32(even, 16);
+      total = total + Vector{_mm512_castsi512_ps(odd)};
+      _mm512_store_si512(weights, even);
+      _mm512_store_si512(weights + kMaxFewRows * 32, odd);
     }
     const float shrink = std::exp2(before - highest);
     rows.highest[row] = highest;
@@ -127,55 +123,81 @@ class FewRowsEngine : public TileScores {
     rows.total[row] = rows.total[row] * shrink + sum(total);
   }
 
+  // Where the values of 16 tokens lie, from an element on; they are copied if some lie apart, or some token has none that may be read.
+  const BFloat16* values_from(const Cached<BFloat16>& cached, int64_t token, int64_t slice, int64_t* stride) {
+    if (reads_cache_in_place_ && token >= cached.hidden && token + 16 <= cached.count) {
+      *stride = cache_stride_;
+      return cached.values[token] + slice * 32;
+    }
+    *stride = 64;
+    for (int64_t i = 0; i < 16; ++i) {
+      const BFloat16* from = values_of(cached, token + i);
+      _mm512_store_si512(copied_ + i * 64, load_slice(from, slice));
+      if (slice + 1 < num_slices_) _mm512_store_si512(copied_ + i * 64 + 32, load_slice(from, slice + 1));
+    }
+    finish_stores();
+    return copied_;
+  }
+
+  // Shrinks the sums of Slices x 32 elements and adds weights times values. Two tiles of tokens in turns have sums of their own, because
+  // a tile product waits 52 cycles for the one before.
   template <int Slices>
-  void add_to_rows(const Cached<BFloat16>& cached, int64_t row, int64_t slice, const TileRows& rows, Ahead<BFloat16>& ahead) {
-    switch (num_rows_ - row) {
-      case 1: return add<1, Slices>(cached, row, slice, rows, ahead);
-      case 2: return add<2, Slices>(cached, row, slice, rows, ahead);
-      case 3: return add<3, Slices>(cached, row, slice, rows, ahead);
-      default: return add<4, Slices>(cached, row, slice, rows, ahead);
+  void add(const Cached<BFloat16>& cached, int64_t slice, const TileRows& rows, Ahead<BFloat16>& ahead) {
+    finish_stores();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t token = 0; token < cached.count; token += 32) {
+      int64_t stride;
+      fetch_values(cached, token + 32, slice, Slices);
+      ahead.fetch(8);
+      const BFloat16* values = values_from(cached, token, slice, &stride);
+      _tile_loadd(4, weights_ + token * 32, 64);
+      _tile_loadd(5, values, stride * 2);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (Slices == 2) {
+        _tile_loadd(6, values + 32, stride * 2);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if (token + 16 >= cached.count) break;
+      ahead.fetch(8);
+      values = values_from(cached, token + 16, slice, &stride);
+      _tile_loadd(4, weights_ + (token + 16) * 32, 64);
+      _tile_loadd(5, values, stride * 2);
+      _tile_dpbf16ps(2, 4, 5);
+      if constexpr (Slices == 2) {
+        _tile_loadd(6, values + 32, stride * 2);
+        _tile_dpbf16ps(3, 4, 6);
+      }
+    }
+    _tile_stored(0, added_, 64);
+    _tile_stored(2, added_ + 256, 64);
+    if constexpr (Slices == 2) {
+      _tile_stored(1, added_ + 512, 64);
+      _tile_stored(3, added_ + 768, 64);
+    }
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const Vector shrink = broadcast(rows.shrink[row]);
+      for (int part = 0; part < 2 * Slices; ++part) {
+        float* sums = sums_ + row * sum_stride() + slice * 32 + part * 16;
+        const float* added = added_ + part / 2 * 512 + part % 2 * kMaxFewRows * 16 + row * 16;
+        store(sums, multiply_add(load(sums), shrink, load(added) + load(added + 256)));
+      }
     }
   }
 
-  // Shrinks the sums of Rows rows of Slices x 32 elements and adds weights times values, two tokens at a time.
-  template <int Rows, int Slices>
-  void add(const Cached<BFloat16>& cached, int64_t row, int64_t slice, const TileRows& rows, Ahead<BFloat16>& ahead) {
-    float* sums = sums_ + row * sum_stride_ + slice * 32;
-    __m512 totals[Rows][2 * Slices];
-    for (int r = 0; r < Rows; ++r)
-      for (int part = 0; part < 2 * Slices; ++part)
-        totals[r][part] = _mm512_mul_ps(_mm512_load_ps(sums + r * sum_stride_ + part * 16), _mm512_set1_ps(rows.shrink[row + r]));
-    for (int64_t token = 0; token < cached.count; token += 2) {
-      if (token % 8 == 0) ahead.fetch(4);
-      if (token + kTokensAhead + 2 <= cached.count)
-        for (int64_t next = 0; next < 2; ++next) fetch_into_l1(cached.values[token + kTokensAhead + next] + slice * 32, Slices * 64);
-      const BFloat16* even = values_of(cached, token);
-      const BFloat16* odd = values_of(cached, token + 1);
-      __m512bh values[2 * Slices];
-      for (int i = 0; i < Slices; ++i) {
-        const __m512i a = load_slice(even, slice + i);
-        const __m512i b = load_slice(odd, slice + i);
-        values[2 * i] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a, b));
-        values[2 * i + 1] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a, b));
-      }
-      for (int r = 0; r < Rows; ++r) {
-        int32_t pair;
-        std::memcpy(&pair, weights_ + (row + r) * kStepTokens + token, sizeof pair);
-        const auto weight = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
-        for (int part = 0; part < 2 * Slices; ++part) totals[r][part] = _mm512_dpbf16_ps(totals[r][part], values[part], weight);
-      }
-    }
-    for (int r = 0; r < Rows; ++r)
-      for (int part = 0; part < 2 * Slices; ++part) _mm512_store_ps(sums + r * sum_stride_ + part * 16, totals[r][part]);
+  static void fetch_values(const Cached<BFloat16>& cached, int64_t token, int64_t slice, int64_t count) {
+    const int64_t end = token + 32 < cached.count ? token + 32 : cached.count;
+    for (; token < end; ++token) fetch_into_l1(cached.values[token] + slice * 32, count * 64);
   }
 
-  // From the values that are added to those that are fetched into the L1 cache.
-  static constexpr int64_t kTokensAhead = 16;
-
-  const int64_t sum_stride_;
-  alignas(64) float turned_[4 * kStepTokens];               // [4 rows][tokens]
-  alignas(64) BFloat16 weights_[kMaxFewRows * kStepTokens];  // [rows][tokens]
-  alignas(64) float sums_[kMaxFewRows * kMaxHeadDim];        // [rows][slices][2 vectors]
+  alignas(64) float turned_[4 * kStepTokens];  // [4 rows][tokens]
+  // [tiles of 16 tokens][(weight, 0), (0, weight)][kMaxFewRows][tokens]. Rows of no query hold anything: nobody reads their sums.
+  alignas(64) BFloat16 weights_[kStepTokens * 32];
+  alignas(64) BFloat16 copied_[16 * 64];               // [tokens][2 slices]
+  alignas(64) float added_[2 * 512];                   // [slices][turns][even, odd][kMaxFewRows][16]
+  alignas(64) float sums_[kMaxFewRows * kMaxHeadDim];  // [rows][slices][even, odd][16]
   alignas(64) float row_[kMaxHeadDim];
 };
 

@@ -32,12 +32,13 @@ inline Span span_of(const AttentionArguments& a, const Sequence& s, int64_t firs
   return {begin > 0 ? begin : 0, s.position(first + count - 1) + 1};
 }
 
-// Tokens of a part of a span. With a few parts for each thread, a short context is worth dividing down to 64 tokens; beyond, starting a
-// part, and what it writes and reads again (num_heads rows in fp32), should stay small beside its keys and values.
+// Tokens of a part of a span. A context of fewer than 256 tokens is not divided: what starting a part costs, and what it writes and reads
+// again (num_heads rows in fp32), is more than idle threads lose. Parts are about as long as each other, for threads to share them evenly,
+// and begin where a tile of 16 tokens may.
 inline int64_t part_tokens(int64_t query_len, int64_t span) {
-  const int64_t parts = query_len > kMaxContextParts ? 1 : kMaxContextParts / query_len;
-  const int64_t even = ((span + parts - 1) / parts + 63) / 64 * 64;
-  return std::max<int64_t>(span <= 256 ? 64 : span < 1024 ? 128 : 256, even);
+  const int64_t most = query_len > kMaxContextParts ? 1 : kMaxContextParts / query_len;
+  const int64_t parts = std::clamp<int64_t>(span / (span < 1024 ? 128 : 256), 1, most);
+  return span < 256 ? std::max<int64_t>(span, 1) : ((span + parts - 1) / parts + 15) / 16 * 16;
 }
 
 // A tile of queries and the part of the cache that it attends to, for one KV head.

@@ -18,11 +18,19 @@ struct Cached {
   int64_t hidden;  // so many of the first ones no query of the tile sees: what lies there may be anything
 };
 
+// Tokens of an item's step. A step of few rows takes as long as its reading, and the next one is fetched meanwhile: steps should be alike.
+inline int64_t step_tokens(const AttentionArguments& a, const Item& item, int64_t begin) {
+  const int64_t left = item.end - begin;
+  if (item.num_tokens * (a.num_heads / a.num_kv_heads) > 16) return std::min(kStepTokens, left);
+  const int64_t steps = (left + kStepTokens - 1) / kStepTokens;
+  return std::min(((left + steps - 1) / steps + 15) / 16 * 16, left);
+}
+
 // Finds the tokens of an item from `begin` on, through the sequence's block table.
 template <typename T>
 void locate(const AttentionArguments& a, const Item& item, int64_t begin, Cached<T>& cached) {
   cached.begin = begin;
-  cached.count = std::min(kStepTokens, item.end - begin);
+  cached.count = step_tokens(a, item, begin);
   const int64_t seen = a.window > 0 ? item.position - a.window + 1 : 0;
   cached.hidden = std::clamp<int64_t>(seen - begin, 0, cached.count);
   const int32_t* table = a.block_tables + item.sequence * a.table_stride;

@@ -59,8 +59,8 @@ class TileScores {
         last_mask_(~__mmask32{0} >> (num_slices_ * 32 - a.head_dim)),
         num_rows_(item.num_tokens * (a.num_heads / a.num_kv_heads)),
         num_groups_((num_rows_ + 15) / 16),
-        key_stride_(a.cache_token_stride),
-        reads_keys_in_place_(a.block_size % 16 == 0 && a.head_dim % 32 == 0) {
+        cache_stride_(a.cache_token_stride),
+        reads_cache_in_place_(a.block_size % 16 == 0 && a.head_dim % 32 == 0) {
     load_queries(a, item);
   }
 
@@ -69,16 +69,16 @@ class TileScores {
   void multiply_keys(const Cached<BFloat16>& cached, Ahead<BFloat16>& ahead) {
     for (int64_t i = 0; i < cached.count; i += kGroupTokens) {
       const BFloat16* keys[4];
-      int64_t stride = key_stride_;
+      int64_t stride = cache_stride_;
       for (int64_t tile = 0; tile < 4; ++tile) {
         // Tiles behind the last token are the first one again: nobody reads their scores.
         const int64_t token = i + tile * 16 < cached.count ? i + tile * 16 : i;
-        keys[tile] = reads_keys_in_place_ ? cached.keys[token] : copy_keys(cached, token, tile);
+        keys[tile] = reads_cache_in_place_ ? cached.keys[token] : copy_keys(cached, token, tile);
         ahead.fetch(4);
         if (token + kGroupTokens + 16 <= cached.count)
           for (int64_t next = 0; next < 16; ++next) fetch_into_l1(cached.keys[token + kGroupTokens + next], head_dim_ * 2);
       }
-      if (!reads_keys_in_place_) stride = num_slices_ * 32;
+      if (!reads_cache_in_place_) stride = num_slices_ * 32;
       for (int64_t group = 0; group < num_groups_; group += 2) {
         if (group + 1 < num_groups_) {
           score<2, 2>(keys, stride, group, i);
@@ -110,6 +110,8 @@ class TileScores {
   const __mmask32 last_mask_;  // of the last slice's elements
   const int64_t num_rows_;
   const int64_t num_groups_;                                 // of 16 rows
+  const int64_t cache_stride_;                               // between tokens of a block
+  const bool reads_cache_in_place_;                          // 16 tokens from a multiple of 16 on are a tile as they lie
   alignas(64) float scores_[kStepTokens * kMaxTileQueries];  // [groups][tokens][16 rows]
 
  private:
@@ -173,8 +175,6 @@ class TileScores {
     _tile_stored(3, second + 256, 64);
   }
 
-  const int64_t key_stride_;
-  const bool reads_keys_in_place_;
   alignas(64) BFloat16 queries_[kMaxTileQueries * kMaxHeadDim];  // [groups][slices][tile]
   alignas(64) BFloat16 keys_[64 * kMaxHeadDim];
 };
