@@ -220,8 +220,14 @@ def attention_geometry(
     if num_sequences <= 1 or largest == smallest:
         return (divided(of_largest),)
     short = min(of_smallest.block_queries, _MAX_SHORT_QUERIES)
-    slots = {"slots_per_sequence": short, "num_slots": short * (num_sequences + 1), "num_programs": num_sequences + 1}
-    return divided(replace(of_largest, shortest=short + 1)), divided(replace(of_smallest, longest=short, **slots))
+    of_short = replace(
+        of_smallest,
+        longest=short,
+        slots_per_sequence=short,
+        num_slots=short * (num_sequences + 1),
+        num_programs=num_sequences + 1,
+    )
+    return divided(replace(of_largest, shortest=short + 1)), divided(of_short)
 
 
 def _divided(
