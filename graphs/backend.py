@@ -32,6 +32,14 @@ class Replay(Protocol):
 class GraphBackend(Protocol):
     """Captures work on one kind of device. All captures share one pool of memory, so no two of them ever run at the same time."""
 
+    @property
+    def runs_what_it_captures(self) -> bool:
+        """Whether a capture does the work as well, so that a run before it would do the same twice.
+
+        Elsewhere the work must have run before: what libraries set up in their first call can't be captured.
+        """
+        ...
+
     def session(self) -> AbstractContextManager[None]:
         """Opens the one period in which work is warmed up and captured."""
         ...

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -82,7 +82,12 @@ class CpuGraphBackend:
 
     Args:
         recorder: of the kernels that the model runs; owned by the backend from now on.
+
+    Attributes:
+        runs_what_it_captures: yes: kernels run as they are recorded.
     """
+
+    runs_what_it_captures: ClassVar[bool] = True
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

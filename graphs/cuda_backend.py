@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,12 @@ class CudaGraphBackend:
     Args:
         device: with its index.
         cuda: the module `torch.cuda`, or what stands in for it.
+
+    Attributes:
+        runs_what_it_captures: no: what is launched while a graph is captured does not run.
     """
+
+    runs_what_it_captures: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
         self._device = device

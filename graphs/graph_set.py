@@ -107,7 +107,7 @@ class GraphSet:
         inputs_for: Callable[[GraphKey], Sequence[Tensor]],
         progress: Callable[[GraphKey], None] = lambda _: None,
     ) -> CaptureReport:
-        """Captures every key of a dispatcher, in its order, each after one warm-up run.
+        """Captures every key of a dispatcher, in its order, each after one warm-up run, but where a capture is a run itself.
 
         Where a key can't be captured, its whole mode is disabled: the dispatcher is told, the log and the report say why.
 
@@ -120,7 +120,8 @@ class GraphSet:
             RuntimeError: the set has captured before.
             ValueError: a key has a mode without a program.
             GraphMemoryError: there is no memory for a graph or its warm-up run.
-            Exception: what else a warm-up run raises: it would fail without graphs as well.
+            Exception: what else a warm-up run raises: it would fail without graphs as well. Where there are none, the mode is
+                disabled instead, and the first run without a graph raises it.
         """
         if self.hits:
             raise RuntimeError("graphs are captured once")
@@ -188,8 +189,9 @@ class GraphSet:
         """Captures one key. Where that fails, frees its mode's graphs, logs why and returns it."""
         program = self._programs[key.mode]
         named = f"the graph of {key}"
-        with _lack_of_memory_named(named):
-            program(*inputs)
+        if not self._backend.runs_what_it_captures:
+            with _lack_of_memory_named(named):
+                program(*inputs)
         try:
             with _lack_of_memory_named(named):
                 program.capture(key, inputs, self._backend)

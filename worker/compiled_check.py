@@ -57,7 +57,7 @@ def check_compiled(
             continue
         reference, rows = CheckReference(runner, kv_cache, step), range(len(step.rows))
         reference.run_plain(rows)
-        difference, fault = reference.compare(key, rows, Way(Choice(None, Reason.NONE)))
+        difference, fault, _ = reference.compare(key, rows, Way(Choice(None, Reason.NONE)))
         worst = max(worst, math.inf if math.isnan(difference) else difference)
         if fault or reference.has_stray_writes():
             faults.append(fault or STRAY_WRITE)

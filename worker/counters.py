@@ -2,6 +2,8 @@
 
 import threading
 
+_Named = tuple[str | tuple[str, str], ...]
+
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -22,22 +24,27 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, int] = {}
+        # As callers name counters: as many as there are counters, for labels have few values.
+        self._keys: dict[_Named, str] = {}
 
-    def increment(self, name: str, amount: int = 1, /, **labels: object) -> None:
+    def increment(self, name: str, amount: int = 1, /, **labels: str) -> None:
         """Adds to a counter, which starts at 0.
 
         Args:
             name: of the counter, e.g. `steps_total`.
             amount: >= 0. An amount of 0 makes the counter appear in snapshots.
-            labels: their text is part of the counter's key.
+            labels: they are part of the counter's key, in any order.
 
         Raises:
             ValueError: the amount is negative; a counter never falls.
         """
         if amount < 0:
             raise ValueError(f"{name} can't be incremented by {amount}: counters never fall")
-        key = counter_key(name, {label: str(value) for label, value in labels.items()})
+        named: _Named = (name, *labels.items())
         with self._lock:
+            key = self._keys.get(named)
+            if key is None:
+                key = self._keys[named] = counter_key(name, labels)
             self._values[key] = self._values.get(key, 0) + amount
 
     def snapshot(self) -> dict[str, int]:

@@ -12,13 +12,13 @@ from modelworker.compiler.errors import CompileError
 from modelworker.compiler.settings import compile_settings_of
 from modelworker.ops.attention import PagedAttention
 from modelworker.ops.triton_library import TritonLibrary
-from modelworker.worker.capture import Captured, capture_decoder, graphs_of_device
+from modelworker.worker.capture import capture_decoder, graphs_of_device
 from modelworker.worker.compiled_check import check_compiled
 from modelworker.worker.compiled_decoder import CompiledDecoder, compile_decoder, decoder_source
 from modelworker.worker.cpu_kernels import CpuKernels
 from modelworker.worker.description import CapturedSize, Degradation
 from modelworker.worker.execution_plan import ExecutionPlan
-from modelworker.worker.graph_check import ModeCheck, check_modes, disable_failed, measure_costs
+from modelworker.worker.graph_check import check_modes, disable_failed, measure_costs
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.progress import Progress
@@ -102,7 +102,9 @@ def prepare_decoder(
             kernels=parts.kernels,
             progress=progress,
         )
-        checks, failed = _check(captured, parts, progress)
+        with progress.stage("checking graphs"):
+            checks = check_modes(captured.runner, parts.kv_cache, vocab_size=parts.vocab_size, max_model_len=parts.max_model_len)
+        failed = disable_failed(captured.runner, checks)
         found, wrong_code = check_compiled(
             captured.runner,
             parts.kv_cache,
@@ -111,7 +113,7 @@ def prepare_decoder(
             max_tokens=settings.step.max_tokens_per_step,
         )
         with progress.stage("measuring graphs", total=len(captured.runner.captured), unit="graphs") as advance:
-            costs = measure_costs(captured.runner, advance)
+            costs = measure_costs(captured.runner, checks.seconds, advance)
     return ReadyDecoder(
         runner=captured.runner,
         # Where generated code failed its check, none is served.
@@ -119,7 +121,7 @@ def prepare_decoder(
         graph_mode=captured.runner.dispatcher.served_mode.value,
         captured=costs,
         graph_bytes=captured.num_bytes,
-        findings=(*found, *map(str, checks), *captured.findings),
+        findings=(*found, *map(str, checks.worst), *captured.findings),
         degradations=(*degradations, *no_graphs, *captured.degradations, *failed, *wrong_code),
     )
 
@@ -157,14 +159,3 @@ def _compile(
         _logger.error("the model can't be compiled: %s", error)
         degradation = Degradation(reason="compile_failed", message=f"{error}: steps run plain modules, without PIECEWISE graphs")
         return plan.without_compiler(), None, (degradation,)
-
-
-def _check(captured: Captured, parts: DecoderParts, progress: Progress) -> tuple[tuple[ModeCheck, ...], tuple[Degradation, ...]]:
-    with progress.stage("checking graphs"):
-        checks = check_modes(
-            captured.runner,
-            parts.kv_cache,
-            vocab_size=parts.vocab_size,
-            max_model_len=parts.max_model_len,
-        )
-    return checks.worst, disable_failed(captured.runner, checks)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from modelworker.graphs.dispatch import Reason
 from modelworker.graphs.settings import RuntimeMode
 from modelworker.graphs.shapes import GraphKey
-from modelworker.worker.check_reference import STRAY_WRITE, CheckReference
+from modelworker.worker.check_reference import STRAY_WRITE, CheckReference, synchronize
 from modelworker.worker.description import CapturedSize, Degradation
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.step_runner import GRAPH_MODES, StepRunner
@@ -23,7 +23,7 @@ from modelworker.worker.twin_steps import StepMaker
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 # Replays of a graph that are timed, as long as they take no longer than this together.
 _COST_REPLAYS = 3
-_COST_SECONDS = 0.03
+_COST_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +67,12 @@ class ChecksOfModes:
     Attributes:
         worst: of each mode.
         unchecked: graphs that steps can have, and for which the cache had no room.
+        seconds: of each graph that was checked, its fastest replay.
     """
 
     worst: tuple[ModeCheck, ...]
     unchecked: tuple[GraphKey, ...]
+    seconds: Mapping[GraphKey, float]
 
 
 def check_modes(runner: StepRunner, kv_cache: KvCache, *, vocab_size: int, max_model_len: int) -> ChecksOfModes:
@@ -89,13 +91,13 @@ def check_modes(runner: StepRunner, kv_cache: KvCache, *, vocab_size: int, max_m
     )
     possible = [key for key in runner.captured if maker.is_possible(key)]
     worst: dict[RuntimeMode, ModeCheck] = {}
-    checked: set[GraphKey] = set()
+    seconds: dict[GraphKey, float] = {}
     for samples in _samples(possible):
-        for found in _check_kind(runner, kv_cache, maker, samples):
-            checked.add(found.key)
+        for found in _check_kind(runner, kv_cache, maker, samples, seconds):
             if found.mode not in worst or found.badness > worst[found.mode].badness:
                 worst[found.mode] = found
-    return ChecksOfModes(worst=tuple(worst.values()), unchecked=tuple(key for key in possible if key not in checked))
+    unchecked = tuple(key for key in possible if key not in seconds)
+    return ChecksOfModes(worst=tuple(worst.values()), unchecked=unchecked, seconds=seconds)
 
 
 def disable_failed(runner: StepRunner, checks: ChecksOfModes) -> tuple[Degradation, ...]:
@@ -112,38 +114,39 @@ def disable_failed(runner: StepRunner, checks: ChecksOfModes) -> tuple[Degradati
     return tuple(degradations)
 
 
-def measure_costs(runner: StepRunner, advance: Callable[[int], None]) -> tuple[CapturedSize, ...]:
-    """Measures replays of each graph, on a step without context.
+def measure_costs(
+    runner: StepRunner, checked: Mapping[GraphKey, float], advance: Callable[[int], None]
+) -> tuple[CapturedSize, ...]:
+    """Measures replays of each graph: those of its check, and where they are short more, on a step without context.
 
     Args:
         runner: of the graphs.
+        checked: the seconds of the fastest replay of those that were checked.
         advance: called for every graph.
     """
-    return tuple(_cost(runner, key, advance) for key in runner.captured)
+    return tuple(_cost(runner, key, checked.get(key), advance) for key in runner.captured)
 
 
-def _cost(runner: StepRunner, key: GraphKey, advance: Callable[[int], None]) -> CapturedSize:
+def _cost(runner: StepRunner, key: GraphKey, checked: float | None, advance: Callable[[int], None]) -> CapturedSize:
     advance(1)
     return CapturedSize(
         mode=GRAPH_MODES[key.mode],
         num_tokens=key.num_tokens,
         num_sequences=key.num_sequences or 0,
         uniform_query_len=key.uniform_query_len or 0,
-        cost_ms=_replay_ms(runner, key),
+        cost_ms=_replay_ms(runner, key, checked),
     )
 
 
-def _replay_ms(runner: StepRunner, key: GraphKey) -> float:
+def _replay_ms(runner: StepRunner, key: GraphKey, checked: float | None) -> float:
     """Returns the shortest of a few replays: a busy neighbour makes one longer. The first one brings a graph to a GPU."""
+    seconds = [] if checked is None else [checked]
     inputs = runner.stage_blank(key)
-    seconds = []
-    for _ in range(_COST_REPLAYS):
+    while len(seconds) < _COST_REPLAYS and sum(seconds) <= _COST_SECONDS:
         begun = time.perf_counter()
         runner.replay(key, inputs)
-        _synchronize(inputs.token_ids.device)
+        synchronize(inputs.token_ids.device)
         seconds.append(time.perf_counter() - begun)
-        if sum(seconds) > _COST_SECONDS:
-            break
     return 1000 * min(seconds)
 
 
@@ -184,8 +187,13 @@ def _samples(captured: Sequence[GraphKey]) -> list[list[_Sample]]:
     return plan
 
 
-def _check_kind(runner: StepRunner, kv_cache: KvCache, maker: StepMaker, samples: Sequence[_Sample]) -> Iterator[ModeCheck]:
-    """Checks the graphs of a kind over one set of rows. Where they don't fill half of a graph, another set is made."""
+def _check_kind(
+    runner: StepRunner, kv_cache: KvCache, maker: StepMaker, samples: Sequence[_Sample], seconds: dict[GraphKey, float]
+) -> Iterator[ModeCheck]:
+    """Checks the graphs of a kind over one set of rows. Where they don't fill half of a graph, another set is made.
+
+    Notes in `seconds` the fastest replay of each.
+    """
     reference: CheckReference | None = None
     compared: list[GraphKey] = []
     for keys, num_tokens in samples:
@@ -200,7 +208,8 @@ def _check_kind(runner: StepRunner, kv_cache: KvCache, maker: StepMaker, samples
             reference, compared, rows = CheckReference(runner, kv_cache, step), [], tuple(range(len(step.rows)))
         reference.run_plain(rows)
         for key in keys:
-            difference, fault = reference.compare(key, rows)
+            difference, fault, taken = reference.compare(key, rows)
+            seconds[key] = min(taken, seconds.get(key, taken))
             compared.append(key)
             yield _mode_check(key, kv_cache, difference, fault)
     yield from _check_strays(reference, compared, kv_cache)
@@ -215,8 +224,3 @@ def _check_strays(reference: CheckReference | None, compared: Sequence[GraphKey]
 
 def _mode_check(key: GraphKey, kv_cache: KvCache, difference: float, fault: str) -> ModeCheck:
     return ModeCheck(mode=key.mode, key=key, difference=difference, bound=BOUND[kv_cache.geometry.dtype], fault=fault)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

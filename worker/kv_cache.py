@@ -85,7 +85,10 @@ def choose_num_blocks(settings: KvCacheSettings, geometry: KvCacheGeometry, *, m
 
 
 class KvCache:
-    """The memory of the cache, zeroed. On the CPU it is one anonymous mapping: pages cost nothing until they are written."""
+    """The memory of the cache, zeroed.
+
+    On the CPU it is one anonymous mapping: pages cost nothing until they are written. They are small ones until `use_huge_pages`.
+    """
 
     def __init__(self, geometry: KvCacheGeometry, num_blocks: int, device: torch.device) -> None:
         self.geometry = geometry
@@ -95,10 +98,7 @@ class KvCache:
         num_tensors, num_elements = 2 * geometry.num_layers, math.prod(shape)
         if device.type == "cpu":
             self._mapping = mmap.mmap(-1, num_blocks * geometry.bytes_per_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                # A system without huge pages does without.
-                with contextlib.suppress(OSError):
-                    self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._advise("MADV_NOHUGEPAGE")
             size = num_elements * geometry.dtype.itemsize
             tensors = [
                 torch.frombuffer(self._mapping, dtype=geometry.dtype, count=num_elements, offset=index * size).view(shape)
@@ -110,6 +110,14 @@ class KvCache:
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(tensors[::2], tensors[1::2], strict=True))
         self._device = device
         self._copied = torch.empty((min(_MAX_COPIES_AT_ONCE, num_blocks), *shape[1:]), dtype=geometry.dtype, device=device)
+
+    def use_huge_pages(self) -> None:
+        """Has what is written for the first time from now on backed by huge pages, where the system has some.
+
+        Steps read a few percent faster from them. Checks before that write to blocks all over the cache: of a cache of 15 GiB they
+        would make 7 GiB resident, and take 8 s longer.
+        """
+        self._advise("MADV_HUGEPAGE")
 
     def zero(self) -> None:
         """Fills the whole cache with zeros, at the same addresses."""
@@ -139,6 +147,8 @@ class KvCache:
             source_ids: [count].
             destination_ids: [count], without duplicates.
         """
+        if not len(source_ids):
+            return
         for sources, destinations in plan_copies(source_ids, destination_ids, len(self._copied)):
             source_blocks, destination_blocks = self._indices(sources), self._indices(destinations)
             copied = self._copied[: len(sources)] if len(sources) <= len(self._copied) else None
@@ -164,6 +174,12 @@ class KvCache:
         self.spoil_slots(np.zeros(1, np.int64))
         self.zero_blocks(np.zeros(1, np.int32))
         self.copy_blocks(np.zeros(1, np.int32), np.ones(1, np.int32))
+
+    def _advise(self, name: str) -> None:
+        """Gives the system advice about the mapping, if it knows it; it may do without."""
+        if self._mapping is not None and hasattr(mmap, name):
+            with contextlib.suppress(OSError):
+                self._mapping.madvise(getattr(mmap, name))
 
     def _indices(self, numbers: Int32Array | Int64Array) -> Tensor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self._device)

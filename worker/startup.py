@@ -136,6 +136,7 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
             device=device,
         )
         self_check = warm_up_and_check(engine, progress)
+        kv_cache.use_huge_pages()
     engine.description = dataclasses.replace(
         description,
         self_check=dataclasses.replace(self_check, findings=(*description.self_check.findings, *self_check.findings)),

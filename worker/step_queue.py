@@ -39,7 +39,7 @@ T = TypeVar("T")
 class CounterSink(Protocol):
     """Where the queue counts."""
 
-    def increment(self, name: str, amount: int = 1, /, **labels: object) -> None:
+    def increment(self, name: str, amount: int = 1, /, **labels: str) -> None:
         """Adds to a counter."""
 
 

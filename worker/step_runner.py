@@ -47,6 +47,14 @@ class DecodedStep(NamedTuple):
     execution: GraphExecution
 
 
+def padded_sizes(batch: StepBatch, key: GraphKey | None) -> tuple[int, int]:
+    """Returns the numbers of tokens and sequences that a step is padded to for a graph; its own without one."""
+    if key is None:
+        return batch.num_tokens, batch.num_sequences
+    # Without a number, attention runs on the real batch.
+    return key.num_tokens, batch.num_sequences if key.num_sequences is None else key.num_sequences
+
+
 class StepRunner:
     """Stages steps and runs the decoder over them.
 
@@ -102,11 +110,7 @@ class StepRunner:
 
     def stage(self, batch: StepBatch, key: GraphKey | None) -> StepInputs:
         """Hot path: writes a step into the buffers, padded for a graph, and returns what the graph or the decoder is given."""
-        num_tokens, num_sequences = batch.num_tokens, batch.num_sequences
-        if key is not None:
-            num_tokens = key.num_tokens
-            # Without a number, attention runs on the real batch.
-            num_sequences = num_sequences if key.num_sequences is None else key.num_sequences
+        num_tokens, num_sequences = padded_sizes(batch, key)
         self._buffers.stage(batch, self._block_size, num_tokens=num_tokens, num_sequences=num_sequences)
         if key is None or key.num_sequences is None:
             return self._buffers.inputs(num_tokens, num_sequences)
@@ -129,16 +133,17 @@ class StepRunner:
             inputs: what `stage` returned for it and the chosen graph.
             way: how it is run.
         """
-        choice = way.choice
-        outputs = self.run(inputs, way)
+        choice, num_tokens = way.choice, batch.num_tokens
+        padded_tokens, padded_sequences = padded_sizes(batch, choice.key)
+        hidden_states = self.run(inputs, way)[0]
         execution = GraphExecution(
             mode=GRAPH_MODES[choice.mode],
-            padded_tokens=len(inputs.token_ids),
-            padded_sequences=len(inputs.seq_lens),
+            padded_tokens=padded_tokens,
+            padded_sequences=padded_sequences,
             compiled=choice.mode in self.compiled_modes and not way.is_plain,
             fallback_reason=choice.reason.value,
         )
-        return DecodedStep(outputs[0][: batch.num_tokens], execution)
+        return DecodedStep(hidden_states if padded_tokens == num_tokens else hidden_states[:num_tokens], execution)
 
     def run(self, inputs: StepInputs, way: Way) -> Sequence[Tensor]:
         """Hot path: runs the decoder over staged inputs. What it returns has a row for each padded token, too."""

@@ -27,6 +27,7 @@ class MemoryPool:
         if handle is None:
             raise MemoryError("the system reserves no addresses for a memory pool")
         self._handle = ctypes.c_void_p(handle)
+        self._holds = library.functions.modelworker_pool_holds
         self._free = weakref.finalize(self, library.functions.modelworker_pool_free, self._handle)
 
     @property
@@ -47,7 +48,7 @@ class MemoryPool:
 
     def holds(self, tensor: Tensor) -> bool:
         """Returns whether a tensor's elements lie in the pool."""
-        return bool(self.library.functions.modelworker_pool_holds(self.handle, tensor.data_ptr()))
+        return bool(self._holds(self.handle, tensor.data_ptr()))
 
     def close(self) -> None:
         """Gives the memory back, as soon as no list and no tensor uses it."""

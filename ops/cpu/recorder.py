@@ -22,17 +22,12 @@ from modelworker.ops.cpu.bound_call import BoundCall, returned_tensors, shapes_o
 from modelworker.ops.cpu.kernel_list import KernelList, RecordedCall, TimedRun
 from modelworker.ops.cpu.library import CpuLibrary
 from modelworker.ops.cpu.memory_pool import MemoryPool
+from modelworker.ops.cpu.op_kind import DEPENDS_ON_VALUES, OpKind, reads_a_mask
 
 T = TypeVar("T")
 
-_aten: Final = torch.ops.aten
-_ALLOCATIONS: Final = frozenset(
-    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
-)
-_DEPENDS_ON_VALUES: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # They read a tensor's values without an op.
 _READS: Final = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-_TENSOR_TYPES: Final = frozenset({"Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]"})
 # torch has no type of its own for this error of its allocator.
 _OUT_OF_MEMORY: Final = "DefaultCPUAllocator: "
 _TORCH_FOLDER: Final = str(Path(torch.__file__).parent)
@@ -86,6 +81,7 @@ class Recorder:
 
     def __init__(self, library: CpuLibrary) -> None:
         self._pool = MemoryPool(library)
+        self._kinds: dict[OpOverload, OpKind] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +100,7 @@ class Recorder:
                 recorded op made.
             MemoryError: the system has no memory for what the step allocates.
         """
-        mode = _Recording(self._pool)
+        mode = _Recording(self._pool, self._kinds)
         try:
             with torch.inference_mode(), mode.kernels, _ValueGuard(mode), mode:
                 mode.resume()
@@ -121,19 +117,24 @@ class Recorder:
 class _Recording(TorchDispatchMode):
     """Sorts the ops of a step as torch dispatches them.
 
+    Args:
+        pool: where the results go.
+        kinds: of the ops that were met before; grows.
+
     Attributes:
         kernels: of this thread are recorded while this is entered.
         kept: the tensors outside of the pool that kernels use, by their storages.
         is_inside: whether an op is being run.
     """
 
-    def __init__(self, pool: MemoryPool) -> None:
+    def __init__(self, pool: MemoryPool, kinds: dict[OpOverload, OpKind]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels = ExitStack()
         self.kept: dict[int, Tensor] = {}
         self.is_inside = False
         self._pool = pool
         self._library = pool.library
+        self._kinds = kinds
         # By their storages: outside of the pool, what other ops read or write.
         self._seen: dict[int, Tensor] = {}
         self._list = KernelList(pool)
@@ -180,14 +181,15 @@ class _Recording(TorchDispatchMode):
     ) -> Any:
         """Runs an op, and records it."""
         kwargs = kwargs or {}
-        is_kernel = func.namespace == self._library.level.namespace
-        # In inference mode torch dispatches an op that is made of others as a whole, although some of them may be views.
-        if not is_kernel and func._can_decompose():
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = OpKind.of(func, self._library.level.namespace)
+        if kind.is_made_of_others:
             with self:
                 return func.decompose(*args, **kwargs)
         self.is_inside = True
         try:
-            return self._run_kernel(func, args, kwargs) if is_kernel else self._run_other(func, args, kwargs)
+            return self._run_kernel(func, args, kwargs) if kind.is_kernel else self._run_other(func, kind, args, kwargs)
         finally:
             self.is_inside = False
 
@@ -200,28 +202,38 @@ class _Recording(TorchDispatchMode):
         self._list.calls.append(RecordedCall(op._schema.name, shapes_of(args), len(self._list) - num_before))
         return result
 
-    def _run_other(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _check_recordable(op, args)
+    def _run_other(self, op: OpOverload, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kind.obstacle or reads_a_mask(op, args):
+            raise _unrecordable(f"{op} {kind.obstacle or DEPENDS_ON_VALUES}")
         tensors = _tensors_of(args, kwargs)
-        before = [_memory_of(tensor) for tensor in tensors]
-        with self._paused():
-            result = op(*args, **kwargs)
-        for tensor in returned_tensors(result):
+        result = op(*args, **kwargs) if kind.runs_nothing else self._run_paused(op, kind, args, kwargs, tensors)
+        returned = returned_tensors(result)
+        for tensor in returned:
             if tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 raise _unrecordable(f"{op} returns a {tensor.layout} tensor on {tensor.device}")
-        only_changes_view = torch.Tag.inplace_view in op.tags
-        if not only_changes_view and before != [_memory_of(tensor) for tensor in tensors]:
-            raise _unrecordable(f"{op} gives an argument other memory")
         storages = {_storage_of(tensor) for tensor in tensors}
-        new = [tensor for tensor in returned_tensors(result) if _storage_of(tensor) not in storages]
+        new = [tensor for tensor in returned if _storage_of(tensor) not in storages]
+        is_written = op._schema.is_mutable and not kind.only_changes_view
+        if not new and not is_written:
+            return result
         pool_empty = self._library.ops.pool_empty
         pooled = {id(tensor): pool_empty(tensor.shape, tensor.stride(), tensor.dtype) for tensor in new}
-        if op.overloadpacket not in _ALLOCATIONS and (new or (op._schema.is_mutable and not only_changes_view)):
+        if not kind.is_allocation:
             for tensor in new:
                 pooled[id(tensor)].copy_(tensor)
             self._seen.update((_storage_of(tensor), tensor) for tensor in tensors if not self._pool.holds(tensor))
-            self._bind(op, args, kwargs, [pooled.get(id(tensor)) for tensor in returned_tensors(result)])
+            self._bind(op, args, kwargs, [pooled.get(id(tensor)) for tensor in returned])
         return tree_map_only(Tensor, lambda tensor: pooled.get(id(tensor), tensor), result)
+
+    def _run_paused(
+        self, op: OpOverload, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        before = [_memory_of(tensor) for tensor in tensors]
+        with self._paused():
+            result = op(*args, **kwargs)
+        if not kind.only_changes_view and before != [_memory_of(tensor) for tensor in tensors]:
+            raise _unrecordable(f"{op} gives an argument other memory")
+        return result
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -271,23 +283,14 @@ class _ValueGuard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_recordable(op: OpOverload, args: tuple[Any, ...]) -> None:
-    if op is _aten.index.Tensor:
-        depends_on_values = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    else:
-        overloads = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
-        depends_on_values = any(tag in overload.tags for overload in overloads for tag in _DEPENDS_ON_VALUES)
-    if depends_on_values:
-        raise _unrecordable(f"{op} depends on a tensor's values")
-    if any(str(value.type) not in _TENSOR_TYPES for value in op._schema.returns):
-        raise _unrecordable(f"{op} returns something else than tensors")
-
-
 def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Returns the tensors among an op's arguments, lists of tensors included."""
-    found = []
+    found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
-        found += [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, Tensor)]
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
     return found
 
 

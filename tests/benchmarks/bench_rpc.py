@@ -2,10 +2,11 @@
 
     python tests/benchmarks/bench_rpc.py [--model DIR] [--steps N] [--rounds N] [--threads N]
 
-Three processes: a worker, this one as its client, and one that executes the same steps in itself; they take turns. One JSON object
-per line. `rpc_overhead`: the round trip of a sequenced step less the time in its engine, for calls and for a stream with one step
-in flight. `rpc_throughput`: steps a second of a stream with `--depth` steps in flight, against the in-process engine, which gets
-checked batches. A small model shows the overhead best, a real one what it is a part of.
+Four processes: a worker, this one as its client, one that executes the same steps in itself, and a bare gRPC server; they take
+turns. One JSON object per line. `rpc_overhead`: the round trip of a sequenced step less the time in its engine, for calls and for a
+stream with one step in flight; "bare" is the same of the bare server, whose calls sleep as long as a step takes: what gRPC and the
+client need on this machine. `rpc_throughput`: steps a second of a stream with `--depth` steps in flight, against the in-process
+engine, which gets checked batches. A small model shows the overhead best, a real one what it is a part of.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import platform
 import signal
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import torch
+from bare_rpc import CALL, STREAM
+from bare_rpc import SERVICE as BARE_SERVICE
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.client import AsyncClient, Client, WorkerInfo
@@ -98,8 +102,7 @@ class InProcess:
 
     def __init__(self, setup: Setup) -> None:
         command = [sys.executable, __file__, "--engine", "--model", str(setup.model), "--threads", str(setup.num_threads)]
-        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def seconds(self, batch: int, num_steps: int) -> list[float]:
         assert self._process.stdin is not None
@@ -201,6 +204,48 @@ class Caller:
         return number / seconds
 
 
+class BareCaller:
+    """Calls a server that only sleeps, and measures what comes on top."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call = channel.unary_unary(f"/{BARE_SERVICE}/{CALL}")
+        self._stream = channel.stream_stream(f"/{BARE_SERVICE}/{STREAM}")
+
+    async def calls(self, seconds: float, number: int) -> list[float]:
+        """Has single calls sleep. Returns the overhead of each in seconds."""
+        overheads = []
+        for _ in range(number):
+            begun = time.perf_counter()
+            held = await self._call(struct.pack("d", seconds))
+            overheads.append(time.perf_counter() - begun - struct.unpack("d", held)[0])
+        return overheads
+
+    async def streamed(self, seconds: float, number: int) -> list[float]:
+        """The same on a stream."""
+        stream = self._stream()
+        overheads = []
+        for _ in range(number):
+            begun = time.perf_counter()
+            await stream.write(struct.pack("d", seconds))
+            held = await stream.read()
+            overheads.append(time.perf_counter() - begun - struct.unpack("d", held)[0])
+        await stream.done_writing()
+        return overheads
+
+
+@contextlib.contextmanager
+def bare_server() -> Iterator[str]:
+    """Runs a bare server; yields its address."""
+    command = [sys.executable, str(Path(__file__).with_name("bare_rpc.py"))]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONSAFEPATH": "1"}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield f"127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def _engine_ns(answer: pb.ExecuteStepResponse) -> int:
     timings = answer.timings_ns
     if not timings.forward:
@@ -208,14 +253,19 @@ def _engine_ns(answer: pb.ExecuteStepResponse) -> int:
     return timings.prepare + timings.forward + timings.sample
 
 
-async def measure(setup: Setup, address: str, in_process: InProcess) -> Iterator[dict[str, object]]:
+async def measure(setup: Setup, address: str, bare_address: str, in_process: InProcess) -> Iterator[dict[str, object]]:
     """Takes all measurements, round by round. Returns the results."""
     records: list[dict[str, object]] = []
-    async with AsyncClient(address) as client, grpc.aio.insecure_channel(address) as channel:
+    async with (
+        AsyncClient(address) as client,
+        grpc.aio.insecure_channel(address) as channel,
+        grpc.aio.insecure_channel(bare_address) as bare_channel,
+    ):
+        bare = BareCaller(bare_channel)
         next_id = 1
         for batch in BATCHES:
             caller = Caller(channel, await client.info(), batch)
-            overheads: dict[str, list[float]] = {"call": [], "stream": []}
+            overheads: dict[str, list[float]] = {"call": [], "stream": [], "bare call": [], "bare stream": []}
             engine_seconds: list[float] = []
             rates: list[tuple[float, float]] = []
             for _ in range(setup.num_rounds):
@@ -224,6 +274,8 @@ async def measure(setup: Setup, address: str, in_process: InProcess) -> Iterator
                 for way, send in (("call", caller.calls), ("stream", caller.streamed)):
                     overheads[way] += (await send(next_id, WARM_UP_STEPS + setup.num_steps))[WARM_UP_STEPS:]
                     next_id += WARM_UP_STEPS + setup.num_steps
+                for way, hold in (("bare call", bare.calls), ("bare stream", bare.streamed)):
+                    overheads[way] += await hold(statistics.median(seconds), setup.num_steps)
                 rate = await caller.pipelined(next_id, setup.num_steps, setup.depth)
                 next_id += setup.num_steps
                 rates.append((rate, len(seconds) / sum(seconds)))
@@ -277,8 +329,8 @@ def main() -> None:
     machine = {"threads": num_threads, "python": platform.python_version(), "grpc": grpc.__version__, "torch": torch.__version__}
     in_process = InProcess(setup)
     try:
-        with worker(setup) as address:
-            for record in asyncio.run(measure(setup, address, in_process)):
+        with worker(setup) as address, bare_server() as bare_address:
+            for record in asyncio.run(measure(setup, address, bare_address, in_process)):
                 print(json.dumps({**record, **machine}), flush=True)
     finally:
         in_process.close()

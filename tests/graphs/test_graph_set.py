@@ -82,6 +82,35 @@ def test_each_size_is_warmed_up_once_and_captured_in_order_in_one_session() -> N
     assert report.seconds > 0
 
 
+def test_where_a_capture_runs_what_it_captures_there_is_no_other_run() -> None:
+    backend = NotingBackend(runs_what_it_captures=True)
+    step = Step(backend.notes)
+    graphs = GraphSet(backend=backend, programs=step.programs())
+    report = graphs.capture(Dispatcher(SETTINGS), inputs_for=step.inputs_for)
+    assert backend.notes == [
+        *("session",),
+        *("inputs PIECEWISE 4 tokens", "capture 0", "half 4", "capture 1", "half 4"),
+        *("inputs PIECEWISE 2 tokens", "capture 2", "half 2", "capture 3", "half 2"),
+        *("inputs PIECEWISE 1 tokens", "capture 4", "half 1", "capture 5", "half 1"),
+        *("inputs FULL 2 tokens 2 sequences of 1", "capture 6", "whole 2"),
+        *("inputs FULL 1 tokens 1 sequences of 1", "capture 7", "whole 1"),
+        *("end of session",),
+    ]
+    assert len(report.captured) == 5
+
+
+def test_a_step_that_fails_in_such_a_capture_disables_its_mode() -> None:
+    class Broken(Step):
+        def whole(self, tokens: Tensor) -> Tensors:
+            raise ValueError("the model can't run this batch")
+
+    step, dispatcher = Broken([]), Dispatcher(SETTINGS)
+    graphs = GraphSet(backend=NotingBackend(runs_what_it_captures=True), programs=step.programs())
+    report = graphs.capture(dispatcher, inputs_for=step.inputs_for)
+    assert [str(failure.error) for failure in report.failures] == ["the model can't run this batch"]
+    assert dispatcher.disabled == {FULL: Reason.NOT_CAPTURED}
+
+
 @contextmanager
 def _collections() -> Iterator[list[int]]:
     generations: list[int] = []

@@ -19,8 +19,8 @@ def test_labels_are_spelled_as_prometheus_does_in_the_order_of_their_names():
     counters = Counters()
     counters.increment("rpcs_total", method="ExecuteStep", code="OK")
     counters.increment("rpcs_total", code="OK", method="ExecuteStep")
-    counters.increment("steps_total", mode=3)
-    assert counters.snapshot() == {'rpcs_total{code="OK",method="ExecuteStep"}': 2, 'steps_total{mode="3"}': 1}
+    counters.increment("steps_total", mode="FULL")
+    assert counters.snapshot() == {'rpcs_total{code="OK",method="ExecuteStep"}': 2, 'steps_total{mode="FULL"}': 1}
 
 
 def test_special_characters_in_label_values_are_escaped():

@@ -15,9 +15,11 @@ from modelworker_testing.checkpoints import save_tiny
 from modelworker_testing.engines import engine_of
 
 
-@pytest.mark.parametrize("run_number", [0, 1], ids=["warm-up run", "capture"])
+@pytest.mark.parametrize(
+    ("run_number", "graph"), [(0, "FULL 8 tokens 8 sequences of 1"), (1, "FULL 4 tokens 4 sequences of 1")], ids=["first", "second"]
+)
 def test_where_a_graph_does_not_fit_the_start_stops_and_names_the_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_number: int, graph: str
 ) -> None:
     runs: list[int] = []
 
@@ -35,7 +37,7 @@ def test_where_a_graph_does_not_fit_the_start_stops_and_names_the_flags(
     with pytest.raises(SettingsError) as caught, engine_of(save_tiny(tmp_path)):
         pass
     for part in (
-        "there is no memory for the graph of FULL 8 tokens 8 sequences of 1: lower --kv-cache-memory",
+        f"there is no memory for the graph of {graph}: lower --kv-cache-memory",
         "--kv-cache-fraction",
         "--max-sequences",
         "--decode-graph-sizes",

@@ -431,11 +431,15 @@ def sequenced(**changes: Any) -> pb.ExecuteStepRequest:
     return request
 
 
-def test_retries_have_one_digest_whatever_their_tag_timeout_and_trace() -> None:
-    digest = parse(sequenced()).digest
-    assert len(digest) == 32
-    assert parse(sequenced(client_tag=1, timeout_ms=2, traceparent=TRACE)).digest == digest
-    assert parse(sequenced(client_tag=2**64 - 1, timeout_ms=2**32 - 1)).digest == digest
+LONG_CONTENT = {"banned_ids": pb.TokenIdLists(counts=[1000, 0], token_ids=[3] * 1000)}
+
+
+@pytest.mark.parametrize("content", [{}, LONG_CONTENT], ids=["short", "long"])
+def test_retries_have_one_digest_whatever_their_tag_timeout_and_trace(content: dict[str, Any]) -> None:
+    digest = parse(sequenced(**content)).digest
+    assert 32 <= len(digest) < 512
+    assert parse(sequenced(client_tag=1, timeout_ms=2, traceparent=TRACE, **content)).digest == digest
+    assert parse(sequenced(client_tag=2**64 - 1, timeout_ms=2**32 - 1, **content)).digest == digest
 
 
 def test_unpacked_arrays_and_another_order_of_fields_have_the_same_digest() -> None:
@@ -450,15 +454,16 @@ def test_unpacked_arrays_and_another_order_of_fields_have_the_same_digest() -> N
     assert parse(again).digest == parse(request).digest
 
 
+@pytest.mark.parametrize("content", [{}, LONG_CONTENT], ids=["short", "long"])
 @pytest.mark.parametrize(
     ("name", "value"),
     [("worker_epoch", 1), ("router_id", 1), ("step_id", 1), ("sample", [True, True]), ("token_ids", [1, 1]), ("block_ids", [2, 1])],
 )
-def test_another_content_has_another_digest(name: str, value: Any) -> None:
-    changed = sequenced()
+def test_another_content_has_another_digest(name: str, value: Any, content: dict[str, Any]) -> None:
+    changed = sequenced(**content)
     changed.ClearField(name)
     changed.MergeFrom(pb.ExecuteStepRequest(**{name: value}))
-    assert parse(changed).digest != parse(sequenced()).digest
+    assert parse(changed).digest != parse(sequenced(**content)).digest
 
 
 def test_a_request_is_left_as_it_was() -> None:

@@ -220,7 +220,9 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in made:
-                made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+                # Not `empty_like`: of a tensor without memory torch computes the layout in Python, and loads sympy for it, 0.6 s.
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                made[parameter] = nn.Parameter(empty, requires_grad=False)
             module.register_parameter(name, made[parameter])
 
 

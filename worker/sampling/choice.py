@@ -188,4 +188,4 @@ def _tell(listing: Listing, places: IndexArray, distributions: Distributions, to
 
 
 def _int32(values: Tensor) -> Int32Array:
-    return values.to(torch.int32).numpy(force=True)
+    return values.numpy(force=True).astype(np.int32)

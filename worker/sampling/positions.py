@@ -37,6 +37,10 @@ class SampledPositions:
 
 def sampled_positions(batch: StepBatch) -> SampledPositions:
     """Hot path: finds the sampled positions of a step."""
+    num_rows = batch.num_sequences
+    if batch.num_tokens == num_rows and np.count_nonzero(batch.sample) == num_rows:  # One token in each row, as in most decodes.
+        every = np.arange(num_rows)
+        return SampledPositions(rows=every, tokens=every, positions=batch.seq_lens, offsets=np.zeros(num_rows, np.intp))
     rows = np.flatnonzero(batch.sample)
     ends, seq_lens, drafts = batch.query_starts[1:][rows].astype(np.intp), batch.seq_lens[rows], batch.draft_lens[rows]
     if not drafts.any():

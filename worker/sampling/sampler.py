@@ -148,6 +148,14 @@ class Sampler:
         """
         positions = plan.positions
         samples = greedy_samples(*scores) if isinstance(scores, GreedyScores) else self._choose(plan, scores)
+        if _is_plain(batch, plan, samples):
+            return SampledStep(
+                counts=np.ones(batch.num_sequences, np.int32),
+                token_ids=samples.token_ids,
+                logprobs=None,
+                prompt_logprobs=None,
+                failures=(),
+            )
         verdict = verify(batch, positions, samples.token_ids, samples.succeeded)
         prompts = score_prompts(batch, hidden, self._model, part=ROWS_AT_ONCE)
         codes = np.zeros(batch.num_sequences, np.int32)
@@ -184,6 +192,18 @@ class Sampler:
         """[num_sequences]: the rows' seeds; one is drawn where it is open."""
         open_seeds = self._open_seeds.integers(0, 2**64, size=len(sampling.seed), dtype=np.uint64)
         return np.where(sampling.has_seed, sampling.seed, open_seeds)
+
+
+def _is_plain(batch: StepBatch, plan: SamplingPlan, samples: Samples) -> bool:
+    """Hot path: whether every row has one token, of which one token was sampled, and nothing else is asked for."""
+    num_rows = batch.num_sequences
+    return (
+        len(plan.positions) == batch.num_tokens == num_rows
+        and samples.listing is None
+        and batch.prompt_logprobs is None
+        and not plan.failed_sources.size
+        and np.count_nonzero(samples.finite) == np.count_nonzero(samples.allowed) == num_rows
+    )
 
 
 def _finite_rows(batch: StepBatch, positions: SampledPositions, hidden: Tensor) -> BoolArray:

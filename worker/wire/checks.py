@@ -4,16 +4,26 @@ Each check looks at one group of fields and is a line of `CHECKS`; a new field i
 that builds on other fields asks `violations` whether those were found in order. On a good request nothing loops in Python.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import FEEDBACK_TOKEN, BoolArray, IndexArray, Int32Array, Int64Array, UInt64Array
 from modelworker.worker.description import WorkerDescription
 from modelworker.worker.ragged import starts_of
 from modelworker.worker.wire.violations import Violations, check_length, check_optional_length
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+
+_MAX_LISTED_ENTRIES = 32
+# An array without entries can't change.
+_NO_INT32S: Int32Array = np.zeros(0, np.int32)
+_NO_UINT64S: UInt64Array = np.zeros(0, np.uint64)
+_NO_BOOLS: BoolArray = np.zeros(0, np.bool_)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,21 +46,22 @@ class StepFields:
 
     @classmethod
     def of(cls, request: pb.ExecuteStepRequest) -> "StepFields":
-        """Copies the arrays out of the request. protobuf hands repeated fields to numpy whole: 10 us for 65,536 numbers."""
+        """Copies the arrays out of the request. protobuf hands long repeated fields to numpy whole: 10 us for 65,536 numbers."""
+        has_copies = request.HasField("block_copies")
         return cls(
             request=request,
-            query_lens=np.array(request.query_lens, dtype=np.int32),
-            context_lens=np.array(request.context_lens, dtype=np.int32),
-            token_ids=np.array(request.token_ids, dtype=np.int32),
-            block_counts=np.array(request.block_counts, dtype=np.int32),
-            block_ids=np.array(request.block_ids, dtype=np.int32),
-            sample=np.array(request.sample, dtype=np.bool_),
-            sequence_ids=np.array(request.sequence_ids, dtype=np.uint64),
-            draft_lens=np.array(request.draft_lens, dtype=np.int32),
-            finished_sequence_ids=np.array(request.finished_sequence_ids, dtype=np.uint64),
-            zero_block_ids=np.array(request.zero_block_ids, dtype=np.int32),
-            copy_source_ids=np.array(request.block_copies.source_ids, dtype=np.int32),
-            copy_destination_ids=np.array(request.block_copies.destination_ids, dtype=np.int32),
+            query_lens=_copied(request.query_lens, _NO_INT32S),
+            context_lens=_copied(request.context_lens, _NO_INT32S),
+            token_ids=_copied(request.token_ids, _NO_INT32S),
+            block_counts=_copied(request.block_counts, _NO_INT32S),
+            block_ids=_copied(request.block_ids, _NO_INT32S),
+            sample=_copied(request.sample, _NO_BOOLS),
+            sequence_ids=_copied(request.sequence_ids, _NO_UINT64S),
+            draft_lens=_copied(request.draft_lens, _NO_INT32S),
+            finished_sequence_ids=_copied(request.finished_sequence_ids, _NO_UINT64S),
+            zero_block_ids=_copied(request.zero_block_ids, _NO_INT32S),
+            copy_source_ids=_copied(request.block_copies.source_ids, _NO_INT32S) if has_copies else _NO_INT32S,
+            copy_destination_ids=_copied(request.block_copies.destination_ids, _NO_INT32S) if has_copies else _NO_INT32S,
         )
 
     @property
@@ -76,7 +87,7 @@ def check_rows(fields: StepFields, description: WorkerDescription, violations: V
     query_lens, context_lens = fields.query_lens, fields.context_lens
     max_tokens = description.limits.max_tokens_per_step
     _check_minimum("query_lens", query_lens, 1, violations)
-    num_tokens = int(query_lens.sum(dtype=np.int64))
+    num_tokens = _sum(query_lens)
     if "query_lens" not in violations and num_tokens > max_tokens:
         violations.add("query_lens", f"found {num_tokens} tokens in sum, expected at most max_tokens_per_step = {max_tokens}")
     same_length = check_length("context_lens", context_lens, fields.num_sequences, violations)
@@ -85,8 +96,8 @@ def check_rows(fields: StepFields, description: WorkerDescription, violations: V
         return
     max_model_len = description.model.max_model_len
     seq_lens = context_lens.astype(np.int64) + query_lens
-    too_long = (seq_lens > max_model_len) & (query_lens >= 1) & (context_lens >= 0)
-    if too_long.any():
+    if seq_lens.size and np.maximum.reduce(seq_lens) > max_model_len:
+        too_long = (seq_lens > max_model_len) & (query_lens >= 1) & (context_lens >= 0)
         violations.add_entries(
             "context_lens",
             np.flatnonzero(too_long),
@@ -99,14 +110,13 @@ def check_rows(fields: StepFields, description: WorkerDescription, violations: V
 
 def check_tokens(fields: StepFields, description: WorkerDescription, violations: Violations) -> None:
     """There are as many tokens as the query lengths say, and the model has a row for each that is not fed back."""
-    starts: Int64Array | None = None
-    if "query_lens" not in violations:
-        starts = starts_of(fields.query_lens)
-        check_length("token_ids", fields.token_ids, int(starts[-1]), violations, "the sum of query_lens")
+    has_rows = "query_lens" not in violations
+    if has_rows:
+        check_length("token_ids", fields.token_ids, _sum(fields.query_lens), violations, "the sum of query_lens")
     vocab_size = description.model.vocab_size
 
     def describe(index: int) -> str:
-        place = "" if starts is None else place_of(starts, index, "token")
+        place = place_of(starts_of(fields.query_lens), index, "token") if has_rows else ""
         return f"{place}found {fields.token_ids[index]}, expected 0 .. {vocab_size - 1}, or -1 (feedback)"
 
     check_range("token_ids", fields.token_ids, range(FEEDBACK_TOKEN, vocab_size), describe, violations)
@@ -120,20 +130,18 @@ def check_block_tables(fields: StepFields, description: WorkerDescription, viola
     if check_length("block_counts", counts, fields.num_sequences, violations):
         smallest = _smallest_counts(fields, description, violations)
         bad = (counts < smallest) | (counts > largest)
-        if bad.any():
+        if np.count_nonzero(bad):
             violations.add_entries(
                 "block_counts",
                 np.flatnonzero(bad),
                 lambda row: f"row {row}: found {counts[row]} blocks of {block_size} tokens, expected {smallest[row]} .. {largest}",
             )
-    starts: Int64Array | None = None
-    if "block_counts" not in violations:
-        starts = starts_of(counts)
-        if not check_length("block_ids", fields.block_ids, int(starts[-1]), violations, "the sum of block_counts"):
-            starts = None
+    has_tables = "block_counts" not in violations and check_length(
+        "block_ids", fields.block_ids, _sum(counts), violations, "the sum of block_counts"
+    )
 
     def describe(index: int) -> str:
-        place = "" if starts is None else place_of(starts, index, "block")
+        place = place_of(starts_of(counts), index, "block") if has_tables else ""
         null = " (block 0 is the null block)" if fields.block_ids[index] == 0 else ""
         return f"{place}found {fields.block_ids[index]}, expected 1 .. {num_blocks - 1}{null}"
 
@@ -203,16 +211,28 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+def _copied(entries: Sequence[Any], empty: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
+    """Returns the entries of a repeated field as an array; `empty`, which has the field's type, where there are none."""
+    if not entries:
+        return empty
+    # A few numbers are handed over faster as a list: 0.7 us instead of 4.8.
+    return np.array(entries[:] if len(entries) <= _MAX_LISTED_ENTRIES else entries, dtype=empty.dtype)
+
+
 def _check_minimum(field: str, array: Int32Array, minimum: int, violations: Violations) -> None:
-    if array.size and array.min() < minimum:
+    if array.size and np.minimum.reduce(array) < minimum:
         violations.add_entries(
             field, np.flatnonzero(array < minimum), lambda row: f"row {row}: found {array[row]}, expected at least {minimum}"
         )
 
 
+def _sum(array: Int32Array) -> int:
+    return int(np.add.reduce(array, dtype=np.int64))
+
+
 def check_range(field: str, array: Int32Array, bounds: range, describe: Callable[[int], str], violations: Violations) -> None:
     """Refuses the entries of an array that are out of bounds, each with what `describe` says of it."""
-    if array.size and (array.min() < bounds.start or array.max() >= bounds.stop):
+    if array.size and (np.minimum.reduce(array) < bounds.start or np.maximum.reduce(array) >= bounds.stop):
         violations.add_entries(field, np.flatnonzero((array < bounds.start) | (array >= bounds.stop)), describe)
 
 
@@ -236,14 +256,17 @@ def _smallest_counts(fields: StepFields, description: WorkerDescription, violati
 def _written_entries(fields: StepFields, block_size: int) -> Int64Array:
     """Indices into `block_ids` of the blocks that the step writes to, in order."""
     context_lens = fields.context_lens.astype(np.int64)
-    first = context_lens // block_size
-    num_written = (context_lens + (fields.query_lens - 1)) // block_size - first + 1
+    firsts: Int64Array = starts_of(fields.block_counts)[:-1] + context_lens // block_size
+    if _sum(fields.query_lens) == fields.num_sequences:  # One token in each row.
+        return firsts
+    num_written = (context_lens + (fields.query_lens - 1)) // block_size - context_lens // block_size + 1
     starts = starts_of(num_written)
-    offsets = starts_of(fields.block_counts)[:-1] + first - starts[:-1]
-    return np.repeat(offsets, num_written) + np.arange(starts[-1])
+    return np.repeat(firsts - starts[:-1], num_written) + np.arange(starts[-1])
 
 
 def _has_duplicates(array: Int32Array) -> bool:
+    if len(array) < 2:
+        return False
     ordered = np.sort(array)
     return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
 

@@ -7,6 +7,7 @@ minute of a message that consists of them. Reading stops where there is enough t
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -17,6 +18,7 @@ from modelworker.worker.wire.violations import Violations
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BITS = 64
+_MAX_VERBATIM_BYTES = 512
 
 _WIRE_TYPES = {
     FieldDescriptor.TYPE_FIXED64: _FIXED64,
@@ -133,39 +135,38 @@ def examine_fields(content: bytes, schema: MessageSchema, prefix: str = "") -> I
             yield Violation(f"{prefix}{number}", f"found field number {number}, which this worker does not know, expected unset")
 
 
-def refuse_unknown_fields(content: bytes, schema: MessageSchema, violations: Violations, *, max_fields: int | None = None) -> bool:
+def refuse_unknown_fields(content: bytes, schema: MessageSchema, violations: Violations) -> None:
     """Refuses fields that are not in this worker's version of the protocol, or that came with another wire type than their own.
 
     Args:
-        content: a message that protobuf can parse.
+        content: a message as protobuf has serialized it, so that it has few fields but those.
         schema: of the message.
-        violations: where findings go, if the end is reached or there are enough of them.
-        max_fields: how many fields are looked at, those of submessages included; None: all.
-
-    Returns:
-        Whether that was enough. If not, nothing was added to `violations`.
+        violations: where findings go; the rest is not looked at when there are enough.
     """
-    found: list[Violation] = []
-    for index, violation in enumerate(examine_fields(content, schema)):
-        if index == max_fields:
-            return False
-        if violation is not None:
-            found.append(violation)
-            if len(found) == Violations.LIMIT:
-                break
-    for violation in found:
+    found = (violation for violation in examine_fields(content, schema) if violation is not None)
+    for violation in islice(found, Violations.LIMIT):
         violations.add(violation.field, violation.description)
-    return True
 
 
 def digest_without(content: bytes, numbers: frozenset[int]) -> bytes:
-    """Computes a digest of a serialized message without the fields `numbers`.
+    """Computes a digest of a serialized message, whose fields come in the order of their numbers, without the fields `numbers`.
 
-    SHA-256: half the time of BLAKE2b on CPUs with instructions for it (274 KB: 240 us against 430 us).
+    SHA-256: half the time of BLAKE2b on CPUs with instructions for it (274 KB: 240 us against 430 us). A short message is its own
+    digest: where a hash is computed once a step, its code has left the caches meanwhile (70 us).
     """
-    state = hashlib.sha256()
     view = memoryview(content)
+    parts = []
+    last = max(numbers)
     for record in read_records(content):
-        if record.tag >> 3 not in numbers:
-            state.update(view[record.start : record.end])
+        number = record.tag >> 3
+        if number > last:  # Nothing that follows is left out.
+            parts.append(view[record.start :])
+            break
+        if number not in numbers:
+            parts.append(view[record.start : record.end])
+    if len(content) <= _MAX_VERBATIM_BYTES:
+        return b"".join(parts)
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(part)
     return state.digest()

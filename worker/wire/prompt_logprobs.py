@@ -11,6 +11,8 @@ from modelworker.worker.wire.violations import Violations, check_optional_length
 
 def parse_prompt_logprobs(fields: StepFields, description: WorkerDescription, violations: Violations) -> PromptLogprobsBatch | None:
     """Makes the rows' wishes; None if no row has any. What is wrong goes to `violations`, and the result is then meaningless."""
+    if not (fields.request.prompt_logprobs or fields.request.next_prompt_ids):
+        return None
     num_sequences, vocab_size = fields.num_sequences, description.model.vocab_size
     wanted = np.array(fields.request.prompt_logprobs, np.bool_)
     next_ids = np.array(fields.request.next_prompt_ids, np.int32)

@@ -59,6 +59,8 @@ _LARGE_PARTS = {
     for name in ("history", "logit_bias", "allowed_ids", "banned_ids", "grammar")
 }
 
+_PARTS = _SMALL_PARTS | _LARGE_PARTS
+
 
 def max_entries(path: str, description: WorkerDescription) -> int:
     """Returns how many entries an array of a step has at most: one per row, unless it is one of the long ones."""
@@ -165,12 +167,17 @@ def check_request_size(raw: bytes) -> None:
 
 def refuse_long_arrays(request: pb.ExecuteStepRequest, description: WorkerDescription, violations: Violations) -> None:
     """Refuses arrays that are longer than any step's, without looking at their entries."""
-    for path, field in _STEP_ARRAYS.items():
-        _check_most(path, len(getattr(request, field.name)), description, violations)
-    for name, arrays in (_SMALL_PARTS | _LARGE_PARTS).items():
-        if request.HasField(name):
-            for path, field in arrays.items():
-                _check_most(path, len(getattr(getattr(request, name), field.name)), description, violations)
+    # No array has a lower limit.
+    least = min(description.limits.max_sequences, description.limits.max_tokens_per_step, description.kv_cache.num_blocks - 1)
+    for field, value in request.ListFields():
+        if field.name in _STEP_ARRAYS:
+            if len(value) > least:
+                _check_most(field.name, len(value), description, violations)
+        elif (arrays := _PARTS.get(field.name)) is not None:
+            for part_field, part in value.ListFields():
+                path = f"{field.name}.{part_field.name}"
+                if path in arrays:
+                    _check_most(path, len(part), description, violations)
 
 
 def _check_most(path: str, found: int, description: WorkerDescription, violations: Violations) -> None:

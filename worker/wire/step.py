@@ -13,6 +13,7 @@ from modelworker.worker.wire.content import MessageSchema, digest_without, refus
 from modelworker.worker.wire.feedback import check_feedback_tokens, check_sequence_ids
 from modelworker.worker.wire.info import graph_mode_name
 from modelworker.worker.wire.maintenance import check_maintenance
+from modelworker.worker.wire.plain import is_plain_decode
 from modelworker.worker.wire.prompt_logprobs import encode_prompt_logprobs, parse_prompt_logprobs
 from modelworker.worker.wire.sampling import parse_sampling
 from modelworker.worker.wire.sizes import refuse_long_arrays
@@ -22,10 +23,7 @@ from modelworker.worker.wire.violations import Violations
 _STEP_SCHEMA = MessageSchema.of(pb.ExecuteStepRequest())
 _RESET_SCHEMA = MessageSchema.of(pb.ResetKvCacheRequest())
 
-# Each costs a microsecond; a request whose arrays are packed has at most 39.
-_MAX_RAW_FIELDS = 128
-
-_CHECKS: tuple[Check, ...] = (*CHECKS, check_sequence_ids, check_feedback_tokens, check_maintenance)
+_OTHER_CHECKS: tuple[Check, ...] = (check_sequence_ids, check_feedback_tokens, check_maintenance)
 
 # What may differ between two tries of one step.
 _NOT_CONTENT = frozenset(
@@ -49,7 +47,7 @@ def parse_step(
         description: limits, vocabulary and KV cache geometry of this worker.
         arrival_ns: `time.monotonic_ns()` of the request's arrival.
         deadline_ns: `time.monotonic_ns()` of the RPC's deadline, or None.
-        raw: the bytes that the request was parsed from; None: they are gone.
+        raw: the bytes that the request was parsed from; None: they are gone. Only what is recorded is taken from them.
         keeps_request: the batch has the request's bytes in it, to be recorded.
 
     Returns:
@@ -60,9 +58,10 @@ def parse_step(
     """
     violations = Violations()
     _check_before_copying(request, description, violations)
-    digest = _check_content(request, raw, violations)
+    digest = _check_content(request, violations)
     fields = StepFields.of(request)
-    for check in _CHECKS:
+    checks = _OTHER_CHECKS if is_plain_decode(fields, description) else (*CHECKS, *_OTHER_CHECKS)
+    for check in checks:
         check(fields, description, violations)
     sampling = parse_sampling(fields, description, violations)
     prompt_logprobs = parse_prompt_logprobs(fields, description, violations)
@@ -107,18 +106,18 @@ def _check_before_copying(request: pb.ExecuteStepRequest, description: WorkerDes
         violations.raise_if_any()
 
 
-def _check_content(request: pb.ExecuteStepRequest, raw: bytes | None, violations: Violations) -> bytes:
+def _check_content(request: pb.ExecuteStepRequest, violations: Violations) -> bytes:
     """Checks what needs the request's bytes, and returns the digest of a sequenced step.
 
-    The client's own bytes do for a look at their fields; where they are many (arrays that came entry by entry), and for the digest,
-    the request is serialized anew.
+    What this worker does not know of the request is found without a look at any field: without it the request is smaller.
     """
-    is_examined = raw is not None and refuse_unknown_fields(raw, _STEP_SCHEMA, violations, max_fields=_MAX_RAW_FIELDS)
-    if is_examined and not request.step_id:
+    content = request.SerializeToString(deterministic=True)
+    request.DiscardUnknownFields()
+    if request.ByteSize() != len(content):
+        request.ParseFromString(content)  # A request that is refused is refused again.
+        refuse_unknown_fields(content, _STEP_SCHEMA, violations)
         return b""
-    if not is_examined:
-        refuse_unknown_fields(request.SerializeToString(), _STEP_SCHEMA, violations)
-    return digest_of(request) if request.step_id and violations.is_empty else b""
+    return digest_without(content, _NOT_CONTENT) if request.step_id else b""
 
 
 def digest_of(request: pb.ExecuteStepRequest) -> bytes:

@@ -28,12 +28,20 @@ class NotingBackend:
     """Notes every call.
 
     Attributes:
+        runs_what_it_captures: as given.
         notes: what was called, in order; others may add to it.
         failing: the numbers of the captures that fail.
         num_bytes: grows by 100 with every capture.
     """
 
-    def __init__(self, notes: list[str] | None = None, failing: dict[int, Exception] | None = None) -> None:
+    def __init__(
+        self,
+        notes: list[str] | None = None,
+        failing: dict[int, Exception] | None = None,
+        *,
+        runs_what_it_captures: bool = False,
+    ) -> None:
+        self.runs_what_it_captures = runs_what_it_captures
         self.notes = [] if notes is None else notes
         self.failing = failing or {}
         self.num_bytes = 0
