@@ -22,11 +22,13 @@ class TritonLibrary:
         ops: their torch ops, as attributes; each has the arguments of the op of its name.
         names: of these ops.
         prepare_attention: compiles every form of attention; see `kernels.paged_attention.prepare_paged_attention`.
+        attention_workspace_bytes: what attention takes beside its results; see `kernels.geometry.attention_workspace_bytes`.
     """
 
     ops: Any
     names: tuple[str, ...]
     prepare_attention: Callable[..., None]
+    attention_workspace_bytes: Callable[..., int]
 
 
 def load_triton() -> TritonLibrary:
@@ -39,4 +41,9 @@ def load_triton() -> TritonLibrary:
         forms = importlib.import_module("modelworker.ops.kernels.forms")
     except ImportError as error:
         raise TritonError(f"Triton can't be loaded: {error}") from error
-    return TritonLibrary(getattr(torch.ops, TRITON_LIBRARY.ns), tuple(forms.FORMS), forms.prepare_paged_attention)
+    return TritonLibrary(
+        ops=getattr(torch.ops, TRITON_LIBRARY.ns),
+        names=tuple(forms.FORMS),
+        prepare_attention=forms.prepare_paged_attention,
+        attention_workspace_bytes=forms.attention_workspace_bytes,
+    )

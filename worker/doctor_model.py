@@ -9,6 +9,7 @@ import torch
 from modelworker.ops.cpu.isa import cpu_flags, usable_levels
 from modelworker.ops.cpu.threads import torch_threads
 from modelworker.ops.op_settings import OpSettings
+from modelworker.ops.triton_library import TritonLibrary
 from modelworker.worker.cpu_kernels import CpuKernels, choose_isa
 from modelworker.worker.errors import SetupError
 from modelworker.worker.examination import Examination, Found, Outcome, Status
@@ -64,13 +65,14 @@ def examine_model(examination: Examination, settings: WorkerSettings, directory:
     )
     checkpoint = check("files", lambda: _files(directory.value))
     check("weights", lambda: _weights(model.value, checkpoint.value))
+    triton = ops.value.triton if ops.is_known else None
     left = check(
         "memory",
-        lambda: _memory(settings, config.value, model.value, dtype.value, device.value),
+        lambda: _memory(settings, config.value, model.value, dtype.value, device.value, triton),
         advice="use a machine, or a limit, with more memory",
     )
     plan = check("kv_cache", lambda: _kv_cache(settings, config.value, dtype.value, max_model_len.value, left.value))
-    check("step_memory", lambda: _step_memory(settings.step, config.value, max_model_len.value, plan.value, left.value))
+    check("step_memory", lambda: _step_memory(settings.step, config.value, max_model_len.value, plan.value, left.value, triton))
 
 
 def _device(settings: DeviceSettings) -> Found[torch.device]:
@@ -169,12 +171,19 @@ def _weights(model: CausalLM, checkpoint: Checkpoint) -> Found[None]:
     return Found(value=None, text=f"all {len(slots)} tensors that the model needs are there, in the right shapes")
 
 
-def _memory(settings: WorkerSettings, config: ModelConfig, model: CausalLM, dtype: DtypeChoice, device: torch.device) -> Found[int]:
+def _memory(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    model: CausalLM,
+    dtype: DtypeChoice,
+    device: torch.device,
+    triton: TritonLibrary | None,
+) -> Found[int]:
     """Finds out what is left for the KV cache and steps once the weights are loaded, in the type that was chosen."""
     needed_bytes, free_bytes = weights_bytes(model), free_bytes_of(device, read_machine())
     check_weights_fit(needed_bytes, free_bytes)
     graphs = plan_execution(settings.execution, settings.step).graphs
-    for_graphs = graph_bytes(graphs, config, dtype=dtype.dtype, device=device)
+    for_graphs = graph_bytes(graphs, config, dtype=dtype.dtype, device=device, triton=triton)
     text = f"weights in {dtype.name} take {format_bytes(needed_bytes)} of {format_bytes(free_bytes)} free"
     if for_graphs:
         text += f", graphs at most about {format_bytes(for_graphs)}"
@@ -194,9 +203,14 @@ def _kv_cache(
 
 
 def _step_memory(
-    settings: StepSettings, config: ModelConfig, max_model_len: int, plan: KvCachePlan, free_bytes: int
+    settings: StepSettings,
+    config: ModelConfig,
+    max_model_len: int,
+    plan: KvCachePlan,
+    free_bytes: int,
+    triton: TritonLibrary | None,
 ) -> Found[None]:
-    largest = step_bytes(settings, config, dtype=plan.geometry.dtype, max_model_len=max_model_len)
+    largest = step_bytes(settings, config, dtype=plan.geometry.dtype, max_model_len=max_model_len, triton=triton)
     left = free_bytes - plan.num_bytes
     degradations = judge_memory(largest, left)
     if degradations:

@@ -11,6 +11,7 @@ import torch
 
 from modelworker.graphs.settings import GraphSettings
 from modelworker.graphs.sizes import graph_keys
+from modelworker.ops.triton_library import TritonLibrary
 from modelworker.worker.description import Degradation
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.models.config import ModelConfig
@@ -21,14 +22,17 @@ _logger = logging.getLogger(__name__)
 
 # Pools grow by huge pages, and on a GPU by segments of the same size.
 _PAGE_BYTES = 2 * 2**20
-# Attention splits a long context into so many parts at most, each with a sum, a maximum and a vector in fp32 for every head.
+# Attention on a CPU splits a long context into so many parts at most, each with a sum, a maximum and a vector in fp32 for each
+# head.
 _MAX_CONTEXT_PARTS = 16
 # A driver keeps an instantiated graph's kernels and their arguments: in the order of 10 KiB for each.
 _KERNELS_PER_LAYER = 16
 _DRIVER_BYTES_PER_KERNEL = 16 * 1024
 
 
-def graph_bytes(settings: GraphSettings, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> int:
+def graph_bytes(
+    settings: GraphSettings, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, triton: TritonLibrary | None
+) -> int:
     """Estimates, rather too high than too low, what all graphs take together.
 
     They share one pool, which the largest fills: its activations, and the parts of its attention. On a GPU there is what the driver
@@ -39,13 +43,20 @@ def graph_bytes(settings: GraphSettings, config: ModelConfig, *, dtype: torch.dt
         config: of the model.
         dtype: in which it computes.
         device: where.
+        triton: kernels of the GPU; None: there are none.
     """
     keys = graph_keys(settings)
     if not keys:
         return 0
     activations = activation_bytes(max(key.num_tokens for key in keys), config, dtype=dtype)
-    sequences = max(key.num_sequences or 0 for key in keys)
-    parts = sequences * _MAX_CONTEXT_PARTS * config.num_heads * (config.head_dim + 16) * 4
+    # Between PIECEWISE graphs attention runs outside of them.
+    attending = [key for key in keys if key.num_sequences is not None]
+    if triton is None:
+        sequences = max((key.num_sequences or 0 for key in attending), default=0)
+        parts = sequences * _MAX_CONTEXT_PARTS * config.num_heads * (config.head_dim + 16) * 4
+    else:
+        tokens = max((key.num_tokens for key in attending), default=0)
+        parts = triton.attention_workspace_bytes(tokens, num_heads=config.num_heads, head_dim=config.head_dim)
     driver = len(keys) * config.num_layers * _KERNELS_PER_LAYER * _DRIVER_BYTES_PER_KERNEL if device.type == "cuda" else 0
     return (activations + parts + driver + _PAGE_BYTES - 1) // _PAGE_BYTES * _PAGE_BYTES
 

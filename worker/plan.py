@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from modelworker.ops.triton_library import TritonLibrary
 from modelworker.worker.description import Degradation
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.kv_cache import KvCacheGeometry, choose_num_blocks
@@ -203,11 +204,14 @@ def plan_kv_cache(
     return KvCachePlan(geometry=geometry, num_blocks=num_blocks)
 
 
-def step_bytes(settings: StepSettings, config: ModelConfig, *, dtype: torch.dtype, max_model_len: int) -> int:
+def step_bytes(
+    settings: StepSettings, config: ModelConfig, *, dtype: torch.dtype, max_model_len: int, triton: TritonLibrary | None
+) -> int:
     """Estimates, rather too high than too low, what the largest step takes beside weights and KV cache.
 
     The largest is one of `max_tokens_per_step` new tokens, a sequence of `max_model_len`, and `max_sequences` rows. As drafts, or
-    where logprobs of prompts are asked for, all tokens may be positions with logits.
+    where logprobs of prompts are asked for, all tokens may be positions with logits. Where Triton is loaded, its attention has
+    partial results; which attention runs is not known here, so the larger need counts. Its drawing of tokens adds 9 bytes a row.
     """
     tokens, rows = settings.max_tokens_per_step, min(settings.max_sequences, settings.max_tokens_per_step)
     cached = 2 * config.num_kv_heads * config.head_dim * (2 * dtype.itemsize + 4)
@@ -215,7 +219,9 @@ def step_bytes(settings: StepSettings, config: ModelConfig, *, dtype: torch.dtyp
     prefill = min(max_model_len, _TOKENS_AT_ONCE) * (cached + scores)
     decode = min(_DECODED_TOKENS_AT_ONCE, rows * max_model_len) * (cached + config.num_heads * _BYTES_PER_SCORE)
     sampling = _stream_bytes(tokens, config, dtype) + min(tokens, ROWS_AT_ONCE) * config.vocab_size * _BYTES_PER_LOGIT
-    return max(activation_bytes(tokens, config, dtype=dtype, attention_bytes=max(prefill, decode)), sampling)
+    heads = {"num_heads": config.num_heads, "head_dim": config.head_dim}
+    attention = max(prefill, decode, triton.attention_workspace_bytes(tokens, **heads) if triton is not None else 0)
+    return max(activation_bytes(tokens, config, dtype=dtype, attention_bytes=attention), sampling)
 
 
 def activation_bytes(num_tokens: int, config: ModelConfig, *, dtype: torch.dtype, attention_bytes: int = 0) -> int:

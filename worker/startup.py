@@ -14,6 +14,7 @@ import torch
 from modelworker.compiler.counters import CompileCounters
 from modelworker.graphs.settings import CaptureMode
 from modelworker.ops.report import report_ops
+from modelworker.ops.triton_library import TritonLibrary
 from modelworker.worker.capture import graphs_of_device
 from modelworker.worker.counters import Counters
 from modelworker.worker.cpu_kernels import load_cpu_kernels
@@ -88,10 +89,10 @@ def build_engine(settings: WorkerSettings, progress: Progress, counters: Counter
         )
         model = build_model(config, dtype=dtype, max_model_len=max_model_len, ops=ops)
         graphs, _ = graphs_of_device(plan.graphs, device, kernels)
-        for_graphs = graph_bytes(graphs, config, dtype=dtype, device=device)
+        for_graphs = graph_bytes(graphs, config, dtype=dtype, device=device, triton=ops.triton)
         _check_that_all_fits(settings, config, model, dtype, device, max_model_len, for_graphs)
         loaded = _load_weights(model, directory, device, progress)
-        kv_cache, budget = _allocate_kv_cache(settings, config, dtype, device, max_model_len, for_graphs)
+        kv_cache, budget = _allocate_kv_cache(settings, config, dtype, device, max_model_len, for_graphs, ops.triton)
         parts = DecoderParts(
             model=model,
             kv_cache=kv_cache,
@@ -177,6 +178,7 @@ def _allocate_kv_cache(
     device: torch.device,
     max_model_len: int,
     for_graphs: int,
+    triton: TritonLibrary | None,
 ) -> tuple[KvCache, MemoryBudget]:
     free_bytes = free_bytes_of(device, read_machine())
     plan = plan_kv_cache(settings, config, dtype=dtype, max_model_len=max_model_len, free_bytes=free_bytes - for_graphs)
@@ -192,7 +194,7 @@ def _allocate_kv_cache(
         free_bytes=free_bytes,
         kv_cache_bytes=plan.num_bytes,
         graph_bytes=for_graphs,
-        step_bytes=step_bytes(settings.step, config, dtype=dtype, max_model_len=max_model_len),
+        step_bytes=step_bytes(settings.step, config, dtype=dtype, max_model_len=max_model_len, triton=triton),
     )
     return KvCache(plan.geometry, plan.num_blocks, device), budget
 

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from modelworker.ops.kernels.embedding import launch_embedding
 from modelworker.ops.kernels.fused_add_rms_norm import launch_fused_add_rms_norm
-from modelworker.ops.kernels.paged_attention import launch_paged_attention, prepare_paged_attention
+from modelworker.ops.kernels.geometry import attention_workspace_bytes
+from modelworker.ops.kernels.paged_attention import PagedAttentionLauncher, prepare_paged_attention
 from modelworker.ops.kernels.rms_norm import launch_rms_norm
 from modelworker.ops.kernels.rotary_store_kv import launch_rotary_embedding, launch_rotary_store_kv
 from modelworker.ops.kernels.sample_tokens import launch_sample_tokens
@@ -17,13 +18,13 @@ from modelworker.ops.kernels.silu_and_mul import launch_silu_and_mul
 from modelworker.ops.kernels.store_kv import launch_store_kv
 from modelworker.ops.library import TRITON_LIBRARY, register_form
 
-__all__ = ["FORMS", "prepare_paged_attention"]
+__all__ = ["FORMS", "attention_workspace_bytes", "prepare_paged_attention"]
 
 FORMS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "embedding": launch_embedding,
         "fused_add_rms_norm": launch_fused_add_rms_norm,
-        "paged_attention": launch_paged_attention,
+        "paged_attention": PagedAttentionLauncher().launch,
         "rms_norm": launch_rms_norm,
         "rotary_embedding": launch_rotary_embedding,
         "rotary_store_kv": launch_rotary_store_kv,

@@ -49,34 +49,37 @@ def _rank(logits: tl.tensor) -> tl.tensor:
 def _count_and_sum(
     row: tl.tensor, bound: tl.tensor, highest: tl.tensor, temperature: tl.tensor, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Returns how many tokens rank above a bound, and the sum of their weights, fp64."""
-    count = tl.zeros([], tl.int32)
-    total = tl.zeros([], tl.float64)
+    """Returns how many tokens rank above a bound, and the sum of their weights, fp64.
+
+    Each lane adds up its own: the lanes are joined once for the whole row.
+    """
+    counts = tl.zeros([BLOCK], tl.int32)
+    totals = tl.zeros([BLOCK], tl.float64)
     for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)
         logits = tl.load(row + token, mask=token < VOCAB, other=float("-inf"))
         is_above = (token < VOCAB) & (_rank(logits) > bound)
-        count += tl.sum(is_above.to(tl.int32), 0)
+        counts += is_above.to(tl.int32)
         weights = tl.exp((logits - highest) / temperature)
-        total += tl.sum(tl.where(is_above, weights, 0.0).to(tl.float64), 0)
-    return count, total
+        totals += tl.where(is_above, weights, 0.0).to(tl.float64)
+    return tl.sum(counts, 0), tl.sum(totals, 0)
 
 
 @triton.jit
 def _best(row: tl.tensor, VOCAB: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """Returns the largest logit, the lowest id that has it, and whether the row has neither NaN nor positive infinity."""
-    highest = tl.full([], float("-inf"), tl.float32)
-    best = tl.zeros([], tl.int64)
-    num_bad = tl.zeros([], tl.int32)
+    highs = tl.full([BLOCK], float("-inf"), tl.float32)
+    firsts = tl.arange(0, BLOCK)
+    num_bad = tl.zeros([BLOCK], tl.int32)
     for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)
         logits = tl.load(row + token, mask=token < VOCAB, other=float("-inf"))
-        num_bad += tl.sum(((logits != logits) | (logits == float("inf"))).to(tl.int32), 0)  # noqa: PLR0124  (NaN is not)
-        here = tl.max(logits, 0)
-        first = tl.min(tl.where(logits == here, token, VOCAB), 0)
-        best = tl.where(here > highest, first.to(tl.int64), best)
-        highest = tl.maximum(highest, here)
-    return highest, best, num_bad == 0
+        num_bad += ((logits != logits) | (logits == float("inf"))).to(tl.int32)  # noqa: PLR0124  (NaN is not)
+        firsts = tl.where(logits > highs, token, firsts)
+        highs = tl.where(logits > highs, logits, highs)
+    highest = tl.max(highs, 0)
+    best = tl.min(tl.where(highs == highest, firsts, VOCAB), 0).to(tl.int64)
+    return highest, best, tl.sum(num_bad, 0) == 0
 
 
 @triton.jit

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from modelworker.ops.attention_spec import attention_variant
 from modelworker.ops.catalog import CATALOG
-from modelworker.ops.kernels.geometry import AttentionGeometry, architecture, attention_tiles
-from modelworker.ops.kernels.paged_attention import launch_attention_form
+from modelworker.ops.kernels.geometry import AttentionGeometry, attention_tiles
+from modelworker.ops.kernels.paged_attention import architecture, launch_attention_forms
 from modelworker.ops.op_spec import RETURNED, TOKEN_COUNTS, Implementation, OpSpec, SampleShape, returned_at
 from modelworker.ops.triton_library import load_triton
 
@@ -175,11 +175,12 @@ def test_every_tile_of_attention_agrees_with_the_reference(
     assert len(tiles) == 3
     for tile in tiles:
 
-        def run(query: Tensor, *others: Any, queries: int = tile.rows // group, tile: Any = tile) -> None:
+        def run(query: Tensor, *others: Any, tile: Any = tile) -> None:
             *tensors, _, scale, window, soft_cap = others
-            num_blocks = query.shape[0] // queries + tensors[4].shape[0] + 1
-            form = AttentionGeometry(tile=tile, block_queries=queries, num_blocks=num_blocks, num_splits=num_splits)
-            launch_attention_form(query, *tensors, scale, window, soft_cap, form)
+            form = AttentionGeometry.of_all(
+                tile, group=group, num_tokens=query.shape[0], num_sequences=tensors[4].shape[0], num_splits=num_splits
+            )
+            launch_attention_forms(query, *tensors, scale, window, soft_cap, (form,))
 
         with torch.inference_mode():
             check(ATTENTION, run, attention_shape(heads, "mixed", 102, context_len=150), device)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from modelworker.graphs.settings import CaptureMode, GraphSettings
+from modelworker.ops.triton_library import TritonLibrary, load_triton
 from modelworker.worker.errors import SettingsError
 from modelworker.worker.memory_budget import MemoryBudget, graph_bytes
 from modelworker.worker.models.registry import load_model_config
+from modelworker.worker.plan import step_bytes
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, ModelSettings, StepSettings
 from modelworker_testing.checkpoints import save_tiny
 from modelworker_testing.engines import engine_of, tiny_settings_with
@@ -66,13 +68,34 @@ def test_what_is_not_captured_is_not_estimated_and_a_gpu_keeps_every_graph_besid
     config = load_model_config(wide)
 
     def estimate(settings: GraphSettings, device: str) -> int:
-        return graph_bytes(settings, config, dtype=torch.bfloat16, device=torch.device(device))
+        return graph_bytes(settings, config, dtype=torch.bfloat16, device=torch.device(device), triton=None)
 
     assert estimate(replace(SETTINGS, mode=CaptureMode.NONE), "cuda") == 0
     assert 0 < estimate(SETTINGS, "cpu") < estimate(SETTINGS, "cuda")
     few = replace(SETTINGS, decode_sizes=(48,), mixed_sizes=(96,))
     assert estimate(few, "cpu") == estimate(replace(few, mixed_sizes=(1, 2, 96)), "cpu")
     assert estimate(few, "cuda") < estimate(replace(few, mixed_sizes=(1, 2, 96)), "cuda")
+
+
+def test_partial_results_of_attention_on_a_gpu_are_counted_in_graphs_that_attend_and_in_steps(wide: Path) -> None:
+    config, triton = load_model_config(wide), load_triton()
+
+    def of_attention(num_tokens: int) -> int:
+        return triton.attention_workspace_bytes(num_tokens, num_heads=config.num_heads, head_dim=config.head_dim)
+
+    def graphs(settings: GraphSettings) -> int:
+        return graph_bytes(settings, config, dtype=torch.bfloat16, device=torch.device("cuda"), triton=triton)
+
+    pieces = replace(SETTINGS, mode=CaptureMode.PIECEWISE, mixed_sizes=(48,))
+    # An equal number of graphs, which do or don't hold attention.
+    decodes = replace(SETTINGS, mode=CaptureMode.FULL_DECODE_ONLY, decode_sizes=(48,))
+    assert 6 * MIB <= graphs(decodes) - graphs(pieces) <= of_attention(48)
+
+    def step(triton: TritonLibrary | None) -> int:
+        settings = StepSettings(max_sequences=48, max_tokens_per_step=512)
+        return step_bytes(settings, config, dtype=torch.bfloat16, max_model_len=64, triton=triton)
+
+    assert of_attention(512) / 2 < step(triton) - step(None) < of_attention(512)
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [("float32", None), ("bfloat16", (512,))])

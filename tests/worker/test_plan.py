@@ -129,7 +129,9 @@ with engine_of(directory, lambda _: settings) as engine:
     execute(engine, query_lens=lens, context_lens=[0] * rows, token_ids=[5] * sampled, tables=own, draft_lens=[drafts] * rows,
             sampling=StepSampling(temperature=[50.0 if drafts else 1.0] * rows, top_k=[0 if drafts else 500] * rows,
                                   top_p=[0.9] * rows, min_p=[0.01] * rows, num_logprobs=[20 if drafts else 0] * rows))
-    estimated = step_bytes(settings.step, load_model_config(directory), dtype=engine.kv_cache.geometry.dtype, max_model_len=length)
+    estimated = step_bytes(
+        settings.step, load_model_config(directory), dtype=engine.kv_cache.geometry.dtype, max_model_len=length, triton=None
+    )
     print((memory("VmHWM") - idle) / estimated, estimated)
 """
 

@@ -21,18 +21,25 @@ _VOCAB_SIZE = 128256
 
 
 def attention_alone(plan: Plan, name: str) -> Iterator[Row]:
-    """Measures decode attention of several layers, as a share of what reading keys and values takes at the bandwidth of copies."""
+    """Measures decode attention of several layers, as a share of what reading keys and values takes at the bandwidth of copies.
+
+    In tables as wide as the longest sequence, and with the shortest context again in ones that are far wider: what a step takes
+    should depend on its contexts alone.
+    """
     triton = load_triton() if plan.device.type == "cuda" else None
     probe = LimitProbe(plan.device, torch.bfloat16, None)
     attend = (torch.ops.modelworker if triton is None else triton.ops).paged_attention.default
-    for case in plan.decodes:
-        layers = _Layers.make(plan, name, case)
+    narrow, wide = plan.table_tokens
+    cases = [(case, narrow) for case in plan.decodes]
+    cases += [(case, wide) for case in plan.decodes if case.context_len == min(plan.contexts)]
+    for case, table_tokens in cases:
+        layers = _Layers.make(plan, name, case, table_tokens)
         timer = _Timer(plan.device, partial(layers.attend, attend))
         found = sorted((timer.milliseconds(), probe.measure().read_bytes_per_second) for _ in range(ROUNDS))
         milliseconds, bandwidth = found[len(found) // 2]
         yield Row(
             part=f"attention {name}",
-            what=str(case),
+            what=str(case) if table_tokens == narrow else f"{case}, tables for {table_tokens}",
             way="native" if triton is None else "triton",
             value=1000 * milliseconds / len(layers.caches),
             unit="us",
@@ -74,7 +81,7 @@ class _Layers(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def make(cls, plan: Plan, name: str, case: StepCase) -> "_Layers":
+    def make(cls, plan: Plan, name: str, case: StepCase, table_tokens: int) -> "_Layers":
         model, device = plan.model(name), plan.device
         num_heads, num_kv_heads, head_dim = (model[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
         num_sequences, length = case.num_sequences, case.context_len + 1
@@ -86,8 +93,7 @@ class _Layers(NamedTuple):
             (torch.randn(sizes, dtype=torch.bfloat16, device=device), torch.randn(sizes, dtype=torch.bfloat16, device=device))
             for _ in range(num_layers)
         ]
-        # As wide as a worker's tables are: for the longest sequence.
-        tables = torch.zeros(num_sequences, -(-plan.max_model_len // BLOCK_SIZE), dtype=torch.int32)
+        tables = torch.zeros(num_sequences, -(-table_tokens // BLOCK_SIZE), dtype=torch.int32)
         tables[:, :width] = torch.randperm(num_sequences * width).view(num_sequences, width) + 1
         query = torch.randn(num_sequences, num_heads, head_dim, dtype=torch.bfloat16, device=device)
         starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=device)

@@ -56,6 +56,11 @@ class Plan:
         return max(*self.prompts, max(self.contexts) + 1)
 
     @property
+    def table_tokens(self) -> tuple[int, ...]:
+        """Tokens that block tables have room for: those of the longest sequence, and of one that a large model may have."""
+        return self.max_model_len, 1024 if self.tiny else 131072
+
+    @property
     def decodes(self) -> tuple[StepCase, ...]:
         """Steps of decode."""
         return tuple(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modelworker.ops.attention_spec import attention_variant, paged_attention_reference
 from modelworker.ops.kernels.geometry import ARCHITECTURES, AttentionGeometry, Tile, attention_geometry
-from modelworker.ops.kernels.paged_attention import launch_attention_form, launch_paged_attention, prepare_paged_attention
+from modelworker.ops.kernels.paged_attention import PagedAttentionLauncher, launch_attention_forms, prepare_paged_attention
 from modelworker.ops.op_spec import SampleShape, Tolerance
 from modelworker_testing.interpreted import interpreted_spec
 from modelworker_testing.op_checks import run_and_check
@@ -26,6 +26,15 @@ SMALL = Tile(rows=16, tokens=16, num_warps=4, num_stages=1)
 def slow(*values: Any) -> list[Any]:
     """Parameters of tests that are left out of `make test`."""
     return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
+
+
+@pytest.fixture(autouse=True)
+def _memory_that_nobody_has_written_is_nan() -> Iterator[None]:
+    """Of the room for partial results, nothing may be read but what this step has written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Step(NamedTuple):
@@ -43,12 +52,12 @@ class Step(NamedTuple):
     window: int
     soft_cap: float
 
-    def run(self, geometry: AttentionGeometry | None = None) -> Tensor:
+    def run(self, *geometries: AttentionGeometry) -> Tensor:
         self.output.fill_(NAN)
-        if geometry is None:
-            launch_paged_attention(*self)
+        if geometries:
+            launch_attention_forms(*self[:7], *self[8:], geometries)
         else:
-            launch_attention_form(*self[:7], *self[8:], geometry)
+            PagedAttentionLauncher().launch(*self)
         return self.output.clone()
 
     def expected(self) -> Tensor:
@@ -87,16 +96,16 @@ def make_step(
     )  # fmt: skip
 
 
-def check(step: Step, geometry: AttentionGeometry | None = None) -> None:
+def check(step: Step, *geometries: AttentionGeometry) -> None:
     tolerance = SPEC.tolerances[step.query.dtype]
-    torch.testing.assert_close(step.run(geometry).double(), step.expected(), rtol=tolerance.rtol, atol=tolerance.atol)
+    torch.testing.assert_close(step.run(*geometries).double(), step.expected(), rtol=tolerance.rtol, atol=tolerance.atol)
 
 
 def form(step: Step, tile: Tile, num_splits: int) -> AttentionGeometry:
     """A form of the kernel that the shapes would not have chosen."""
-    queries = tile.rows // (step.query.shape[1] // step.key_cache.shape[1])
-    num_blocks = step.query.shape[0] // queries + step.seq_lens.shape[0] + 1
-    return AttentionGeometry(tile=tile, block_queries=queries, num_blocks=num_blocks, num_splits=num_splits)
+    group = step.query.shape[1] // step.key_cache.shape[1]
+    num_tokens, num_sequences = step.query.shape[0], step.seq_lens.shape[0]
+    return AttentionGeometry.of_all(tile, group=group, num_tokens=num_tokens, num_sequences=num_sequences, num_splits=num_splits)
 
 
 def model_shapes() -> list[Any]:
@@ -114,7 +123,9 @@ def test_heads_of_models_attend_as_the_reference_does_in_decodes_and_mixed_steps
     heads = {"num_heads": 2 * group, "num_kv_heads": 2, "block_size": block_size, "head_dim": head_dim}
     for rows, num_tokens, window in (("decode", 2, 0), ("mixed", 5, 50)):
         variant = attention_variant(rows, **heads, context_len=70, window=window)  # type: ignore[arg-type]
-        run_and_check(SPEC, launch_paged_attention, SampleShape(num_tokens=num_tokens, dtype=dtype, padding=3, variant=variant))
+        run_and_check(
+            SPEC, PagedAttentionLauncher().launch, SampleShape(num_tokens=num_tokens, dtype=dtype, padding=3, variant=variant)
+        )
 
 
 @pytest.mark.parametrize("query_len", [1, 2, *slow(4), *slow(5)])
@@ -128,6 +139,48 @@ def test_uniform_decodes_with_drafts_attend_in_every_padded_size(query_len: int)
 @pytest.mark.parametrize("seq_len", [1, 16, 17, *slow(3, 4, 5, 15, 63, 64, 65)])
 def test_lengths_around_multiples_of_blocks_and_tiles_are_exact(seq_len: int) -> None:
     check(make_step([1, seq_len], [seq_len, seq_len], block_size=16))
+
+
+def test_one_launcher_serves_steps_of_any_shapes_and_windows_in_any_order() -> None:
+    launcher = PagedAttentionLauncher()
+    wide, windowed, prompt = make_step([1, 1], [40, 9]), make_step([1, 1], [40, 9], window=7), make_step([9], [30])
+    for step in (wide, windowed, wide, prompt, wide, windowed):
+        step.output.fill_(NAN)
+        launcher.launch(*step)
+        torch.testing.assert_close(step.output.double(), step.expected(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_few_programs_do_the_work_of_many() -> None:
+    step = make_step([1, 3, 1, 6], [1, 50, 130, 17], padded_tokens=13, padded_sequences=6)
+    for num_splits in (1, 3):
+        check(step, dataclasses.replace(form(step, SMALL, num_splits), num_programs=2))
+
+
+@pytest.mark.parametrize(("prompt_splits", "decode_splits"), [(1, 3), *slow((2, 1), (2, 3), (1, 1))])
+def test_prompts_and_decodes_of_a_step_are_served_by_launches_of_their_own(prompt_splits: int, decode_splits: int) -> None:
+    """Sequences of 5 tokens and more by one, the others by another, whichever of them divides contexts."""
+    step = make_step([1, 20, 0, 4, 1, 5], [90, 20, 0, 130, 1, 40], padded_tokens=37, padded_sequences=8)
+    prompts, decodes = (form(step, SMALL, num_splits) for num_splits in (prompt_splits, decode_splits))
+    short = {"longest": 4, "slots_per_sequence": 4, "num_slots": 4 * 9}
+    check(step, dataclasses.replace(prompts, shortest=5), dataclasses.replace(decodes, **short))
+
+
+def test_a_mixed_step_is_exact_in_the_launches_that_its_shapes_choose() -> None:
+    step = make_step([1, 21, 1], [140, 21, 9], num_heads=8, block_size=16, dtype=torch.float16, window=60)
+    check(step)
+
+
+def test_a_sequence_is_attended_from_alike_beside_any_others_and_with_any_table() -> None:
+    """Of what is not its own, only the shapes of the step count."""
+    results = []
+    for others, columns in (([1, 1, 1], 0), ([150, 9, 90], 0), ([7, 200, 1], 500)):
+        step = make_step([1] * 4, [90, *others], block_size=16, dtype=torch.float16, extra_columns=columns)
+        first = make_step([1], [90], block_size=16, dtype=torch.float16)
+        for cache, own in zip((step.key_cache, step.value_cache), (first.key_cache, first.value_cache), strict=True):
+            cache[step.block_tables[0, :6].long()] = own[first.block_tables[0, :6].long()]
+        step.query[:1] = first.query
+        results.append(step.run()[0])
+    assert all(torch.equal(results[0], result) for result in results[1:])
 
 
 @pytest.mark.parametrize(("num_splits", "window"), [(1, 5), (3, 0), *slow(*itertools.product((2, 3, 17, 64), (0, 5, 40)))])
@@ -220,33 +273,11 @@ def test_the_chosen_geometry_has_blocks_for_every_division_of_the_tokens() -> No
     """The bound on the number of blocks is exact in the worst case; here it is tried where it is tight."""
     for query_lens in ([1, 1, 1, 1, 12], [4, 4, 4, 4], [3, 5, 3, 5], [16], [0, 16, 0]):
         step = make_step(query_lens, [query + 2 if query else 0 for query in query_lens], num_heads=2, num_kv_heads=1)
-        geometry = attention_geometry(
+        geometries = attention_geometry(
             ARCHITECTURES[90], num_tokens=16, num_sequences=len(query_lens), num_heads=2, num_kv_heads=1, head_dim=16,
             max_context=64, window=0, dtype=torch.float32,
         )  # fmt: skip
-        check(step, geometry)
-
-
-def chosen(num_sequences: int, query_len: int, max_context: int, window: int) -> AttentionGeometry:
-    return attention_geometry(
-        ARCHITECTURES[90], num_tokens=num_sequences * query_len, num_sequences=num_sequences, num_heads=32, num_kv_heads=8,
-        head_dim=128, max_context=max_context, window=window, dtype=torch.bfloat16,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("num_sequences", [1, 64])
-@pytest.mark.parametrize("query_len", [1, 4, 300])
-@pytest.mark.parametrize("window", [64, 1024, 6000])
-def test_a_long_context_is_divided_as_one_that_fills_the_window(num_sequences: int, query_len: int, window: int) -> None:
-    long, filled = (chosen(num_sequences, query_len, context, window) for context in (131072, window + 300))
-    assert long == filled
-    # Each program has a tile of what the first sees; one more where the window begins in the middle of a tile.
-    assert (long.num_splits - 1) * long.tile.tokens < window + long.block_queries
-    assert chosen(1, 1, 131072, 0).num_splits > chosen(1, 1, 131072, 64).num_splits
-
-
-def test_a_window_that_is_longer_than_the_context_changes_nothing() -> None:
-    assert chosen(1, 1, 9000, 20000) == chosen(1, 1, 9000, 0)
+        check(step, *geometries)
 
 
 def test_a_window_is_joined_in_the_form_that_its_shapes_choose() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
 from modelworker.ops.kernels.embedding import launch_embedding
-from modelworker.ops.kernels.paged_attention import launch_paged_attention
+from modelworker.ops.kernels.paged_attention import PagedAttentionLauncher
 from modelworker.ops.kernels.rotary_store_kv import launch_rotary_store_kv
 from modelworker.ops.kernels.store_kv import launch_store_kv
 
@@ -68,7 +68,7 @@ def test_attention_over_the_last_block_is_that_over_a_block_near_by() -> None:
         output = torch.empty_like(query)
         one = torch.tensor([0, 1], dtype=torch.int32)
         lengths, tables = torch.tensor([40], dtype=torch.int32), torch.tensor([[block]], dtype=torch.int32)
-        launch_paged_attention(query, *caches, output, one, lengths, tables, torch.empty(0), 0.1, 0, 0.0)
+        PagedAttentionLauncher().launch(query, *caches, output, one, lengths, tables, torch.empty(0), 0.1, 0, 0.0)
         return output
 
     assert torch.equal(attend(caches, LAST), attend(near(caches), 1))
