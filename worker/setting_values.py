@@ -32,7 +32,7 @@ def integer_within(text: str, first: int, last: int, what: str = "an integer") -
         SettingsError: the text is not one; it is said to be no `what`.
     """
     if not text.strip().isdecimal() or not first <= int(text) <= last:
-        raise SettingsError(f"{text!r} is not {what}: expected {first} .. {last}")
+        raise SettingsError(f"{text!r} is not {what} of {first} .. {last}")
     return int(text)
 
 

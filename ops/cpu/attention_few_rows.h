@@ -3,7 +3,7 @@
 // Scores are tile products (attention_tiles.h), with most rows of a tile unused, and are turned, 4 rows at a time, into vectors of tokens.
 // Values are multiplied as they lie in the cache, 16 tokens a tile, for which a tile's pairs are neighbouring elements of one token instead
 // of two tokens: half the rows of the other operand hold (weight, 0) and sum up even elements, half hold (0, weight) and sum up odd ones.
-// Nothing is interleaved or widened, so that a token costs two vector loads' worth of work less for each 32 elements.
+// Nothing is interleaved or widened. An infinite element makes its neighbour NaN (0 times infinity), in a row that has no right value anyway.
 #pragma once
 #if defined(__AMX_BF16__)
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace modelworker {
 
-// More rows are left to tiles: by then their dot products take as long.
+// Each row of queries takes two of the 16 rows of a tile of weights.
 constexpr int64_t kMaxFewRows = 8;
 
 // Reads 16 tokens' scores of 4 rows out of [tokens][16 rows] and turns them into 4 vectors of 16 tokens.
@@ -130,6 +130,8 @@ class FewRowsEngine : public TileScores {
       return cached.values[token] + slice * 32;
     }
     *stride = 64;
+    // A tile that was loaded from here before must have been.
+    finish_stores();
     for (int64_t i = 0; i < 16; ++i) {
       const BFloat16* from = values_of(cached, token + i);
       _mm512_store_si512(copied_ + i * 64, load_slice(from, slice));

@@ -8,7 +8,7 @@
 namespace modelworker {
 
 // GCC 12 takes `_tile_loadconfig` and `_tile_loadd` for instructions that read no memory: without this, what was stored just before
-// may be stored after them, or never.
+// may be stored after them, or never, and what is stored behind them before.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
 
 // The tiles of a thread while this lives: all have 16 rows of 64 bytes.

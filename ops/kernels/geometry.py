@@ -268,7 +268,9 @@ def attention_workspace_bytes(num_tokens: int, *, num_heads: int, head_dim: int)
     Each has a vector, a maximum and a sum in fp32; each token says in int32 how many it has, and where they lie. For each of two
     launches `MAX_PARTIAL_ROWS` bounds the parts that there are for length; those that are wanted for lack of programs are less.
     """
-    rows = min(num_tokens * num_heads * MAX_SPLITS, 2 * MAX_PARTIAL_ROWS)
+    # Short sequences beside prompts have places for the most tokens that they could have.
+    places = num_tokens + _MAX_SHORT_QUERIES * (num_tokens + 1)
+    rows = min(places * num_heads * MAX_SPLITS, 2 * MAX_PARTIAL_ROWS)
     return rows * (head_dim + 2) * 4 + num_tokens * 2 * 4
 
 

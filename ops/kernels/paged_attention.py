@@ -89,7 +89,7 @@ class PagedAttentionLauncher:
         """Hot path: computes `paged_attention`. The grids follow from the shapes of the arguments alone."""
         if query.shape[0] == 0:
             return
-        shapes = (query.shape, query.dtype, key_cache.shape[1:3], seq_lens.shape[0], block_tables.shape[1], _driver())
+        shapes = (query.shape, query.dtype, key_cache.shape[1:3], seq_lens.shape[0], block_tables.shape[1], query.device, _driver())
         found = self._chosen.get(window)
         if found is None or found[0] != shapes:
             found = self._chosen[window] = shapes, _choose(query, key_cache, seq_lens, block_tables, window)
@@ -99,7 +99,7 @@ class PagedAttentionLauncher:
 
 
 def _driver() -> object:
-    """Returns what tells GPUs apart without asking one: Triton's driver, of which the interpreter has none."""
+    """Returns what tells kinds of devices apart without asking one: Triton's driver, of which the interpreter has none."""
     return None if triton.knobs.runtime.interpret else triton.runtime.driver.active
 
 

@@ -74,7 +74,7 @@ def test_version_is_that_of_the_distribution():
         # What would not fit into WorkerInfo, into gRPC's options, or into the machine.
         (
             ("serve", "--max-sequences", "3000000000"),
-            "argument --max-sequences: '3000000000' is not an integer: expected 1 .. 1073741824",
+            "argument --max-sequences: '3000000000' is not an integer of 1 .. 1073741824",
         ),
         (("serve", "--max-steps-in-flight", str(2**30 + 1)), "argument --max-steps-in-flight"),
         (

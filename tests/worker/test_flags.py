@@ -82,10 +82,10 @@ def test_booleans_have_two_flags_and_several_spellings_in_the_environment(text: 
 
 
 WRONG = [
-    ("port", "70000", "'70000' is not a port: expected 0 .. 65535"),
+    ("port", "70000", "'70000' is not a port of 0 .. 65535"),
     ("port", "x", "'x' is not a port"),
     ("dtype", "float16", "invalid choice: 'float16' (choose from"),
-    ("max_sequences", "0", "'0' is not an integer: expected 1 .. 1073741824"),
+    ("max_sequences", "0", "'0' is not an integer of 1 .. 1073741824"),
     ("kv_cache_fraction", "1.5", "'1.5' is above 1"),
     ("kv_cache_memory", "lots", "'lots' is not a size: expected something like 512M or 1.5G"),
     ("stall_seconds", "nan", "'nan' is not a number above 0"),

@@ -126,7 +126,9 @@ async def test_health_answers_at_once_while_a_step_runs():
             started = loop.time()
             await running.health("liveness")
             seconds.append(loop.time() - started)
-        assert sorted(seconds)[10] < 0.1 * slowness()
+        factor = slowness()
+        assert sorted(seconds)[10] < 0.1 * factor
+        assert max(seconds) < 1 * factor
         gate.open()
         await step
 

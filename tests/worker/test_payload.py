@@ -278,16 +278,16 @@ def test_a_worker_that_is_not_there_is_one_line_and_code_one(payload: Payload) -
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (("--sequences", "0"), "argument --sequences: '0' is not an integer: expected 1 .. 2147483647"),
-        (("--context-len", "-1"), "argument --context-len: '-1' is not an integer: expected 0 .. 2147483647"),
+        (("--sequences", "0"), "argument --sequences: '0' is not an integer of 1 .. 2147483647"),
+        (("--context-len", "-1"), "argument --context-len: '-1' is not an integer of 0 .. 2147483647"),
         (("--temperature", "1e-6"), "argument --temperature: '1e-6' is not a temperature"),
         (("--temperature", "1e39"), "argument --temperature: '1e39' is not a temperature"),
         (("--temperature", "hot"), "argument --temperature: 'hot' is not a number"),
         (("--top-p", "0"), "argument --top-p: '0.0' is not a number above 0"),
         (("--top-p", "1e-46"), "argument --top-p: '0.0' is not a number above 0"),
         (("--min-p", "0.99999999"), "argument --min-p: '0.99999999' is not a number of at least 0 and below 1"),
-        (("--seed", "18446744073709551616"), "is not an integer: expected 0 .. 18446744073709551615"),
-        (("--logprobs", "21"), "argument --logprobs: '21' is not an integer: expected 0 .. 20"),
+        (("--seed", "18446744073709551616"), "is not an integer of 0 .. 18446744073709551615"),
+        (("--logprobs", "21"), "argument --logprobs: '21' is not an integer of 0 .. 20"),
         (("--format", "xml"), "argument --format: invalid choice: 'xml'"),
     ],
 )

@@ -1,5 +1,6 @@
 """Steps through a real server whose model's logits are known: sampling, row errors, refusals, restarts."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from modelworker.worker.client import (
 )
 from modelworker.worker.result import SequenceErrorCode
 from modelworker_testing.checkpoints import random_table, save_table_model
-from modelworker_testing.slowness import cpu_seconds
+from modelworker_testing.slowness import slowness
 from modelworker_testing.worker_process import WorkerProcess, worker_process
 
 WANTED = random_table(1)
@@ -163,11 +164,11 @@ def test_the_first_step_after_readiness_is_not_slow(model: Path) -> None:
     with worker_process(model, *SIZES) as process, Client(process.address) as client:
         seconds = []
         for _ in range(21):
-            begun = cpu_seconds(process.process.pid)
+            begun = time.perf_counter()
             decode_step(client, [1, 2, 3])
-            seconds.append(cpu_seconds(process.process.pid) - begun)
-    # The first call also opens the connection: it gets 50 ms of the worker's CPU time beside three times the median.
-    assert seconds[0] < 3 * float(np.median(seconds[1:])) + 0.05
+            seconds.append(time.perf_counter() - begun)
+    # The first call also opens the connection: it gets 100 ms beside three times the median.
+    assert seconds[0] < (3 * float(np.median(seconds[1:])) + 0.1) * slowness()
 
 
 def test_a_restart_is_a_new_epoch_in_which_the_old_ones_steps_are_refused(model: Path) -> None:

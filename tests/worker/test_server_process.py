@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.proto import model_worker_pb2_grpc
 from modelworker_testing.serving import NOT_SERVING, SERVING, step_request
+from modelworker_testing.slowness import slowness
 from modelworker_testing.sum_worker import DEVICE_FAULT_TOKEN
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -127,8 +128,9 @@ def test_a_signal_lets_accepted_steps_finish_refuses_new_ones_and_ends_with_zero
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         running.open_gate()
         assert [step.result(20).sampled_ids[0] for step in accepted] == [1, 2, 3]
-        code, _ = running.end()
+        code, seconds = running.end()
         assert code == 0
+        assert seconds < 3 * slowness()
         assert "drained" in running.events()
 
 
@@ -141,8 +143,9 @@ def test_a_second_signal_ends_the_worker_at_once_with_another_code(tmp_path: Pat
         running.wait(lambda: running.health() == NOT_SERVING)
         assert running.process.poll() is None
         running.process.send_signal(signal.SIGTERM)
-        code, _ = running.end()
+        code, seconds = running.end()
         assert code == 128 + signal.SIGTERM
+        assert seconds < 1 * slowness()
         assert step.exception(20).code() is grpc.StatusCode.UNAVAILABLE
 
 

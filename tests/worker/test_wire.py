@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.batch import StepBatch
@@ -432,6 +434,7 @@ def sequenced(**changes: Any) -> pb.ExecuteStepRequest:
     return request
 
 
+WIDE_WORKER = describe_worker(max_sequences=64, max_tokens_per_step=64, num_blocks=64)
 LONG_CONTENT = {"banned_ids": pb.TokenIdLists(counts=[1000, 0], token_ids=[3] * 1000)}
 
 
@@ -441,6 +444,16 @@ def test_retries_have_one_digest_whatever_their_tag_timeout_and_trace(content: d
     assert 32 <= len(digest) < 512
     assert parse(sequenced(client_tag=1, timeout_ms=2, traceparent=TRACE, **content)).digest == digest
     assert parse(sequenced(client_tag=2**64 - 1, timeout_ms=2**32 - 1, **content)).digest == digest
+
+
+@given(num_rows=st.integers(1, 40), timeout_ms=st.integers(1, 2**32 - 1), tag=st.integers(1, 2**64 - 1), is_traced=st.booleans())
+@example(num_rows=24, timeout_ms=1000, tag=1, is_traced=True)
+def test_retries_of_every_length_have_one_digest(num_rows: int, timeout_ms: int, tag: int, is_traced: bool) -> None:
+    rows = [(1, 0, [1 + row]) for row in range(num_rows)]
+    step = step_request(*rows, step_id=7, worker_epoch=8, router_id=9)
+    retry = pb.ExecuteStepRequest(client_tag=tag, timeout_ms=timeout_ms, traceparent=TRACE if is_traced else "")
+    retry.MergeFrom(step)
+    assert parse(retry, WIDE_WORKER).digest == parse(step, WIDE_WORKER).digest
 
 
 def test_unpacked_arrays_and_another_order_of_fields_have_the_same_digest() -> None:

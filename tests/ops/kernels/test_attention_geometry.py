@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from modelworker.ops.kernels.geometry import (
@@ -100,6 +100,9 @@ LENGTHS = st.one_of(
 @given(LENGTHS, st.integers(0, 30), HEADS, st.sampled_from([0, 64, 1024]), st.sampled_from([64, 4096, 131072]), st.sampled_from(
     list(ARCHITECTURES)
 ))  # fmt: skip
+@example([1, 4], 0, (8, 1, 256), 0, 8192, 90)
+@example([1, 2], 0, (16, 1, 128), 0, 131072, 90)
+@example([1, 1, 1, 3], 0, (8, 1, 256), 0, 131072, 90)
 def test_every_sequence_is_served_by_one_launch_which_has_room_for_its_partial_results(
     query_lens: Sequence[int], padding: int, heads: tuple[int, int, int], window: int, max_context: int, capability: int
 ) -> None:

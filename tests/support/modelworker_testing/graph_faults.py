@@ -116,7 +116,8 @@ def zeroed_residual(run: RunDecoder, model: Any, _kv_cache: KvCache) -> RunDecod
 def missing_kernel(run: RunDecoder, model: Any, _kv_cache: KvCache) -> RunDecoder:
     """The lists go without an activation: what follows reads what there was before anything was captured."""
     mlp = model.model.layers[0].mlp
-    left = torch.randn_like(next(model.parameters()).new_empty(64, mlp.down_proj.in_features))
+    # As large as what other tokens leave, so that nothing gives it away but being wrong.
+    left = mlp.act(mlp.gate_up_proj(torch.randn_like(next(model.parameters()).new_empty(64, mlp.gate_up_proj.in_features))))
 
     def without(*tensors: Tensor) -> Sequence[Tensor]:
         with instead(mlp.act, "forward", lambda gate_up: left[: len(gate_up)]):

@@ -31,14 +31,15 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 100_000
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_PATIENCE = 300
 
 
 def async_test(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Lets pytest run a coroutine function."""
+    """Lets pytest run a coroutine function; one that waits for what never comes fails."""
 
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
-        asyncio.run(test(*args, **kwargs))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), _PATIENCE))
 
     return run
 

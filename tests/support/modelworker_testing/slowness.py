@@ -1,7 +1,6 @@
 """How much slower a machine is because others compute on it, for tests that bound a time."""
 
 import time
-from pathlib import Path
 
 
 def slowness() -> float:
@@ -10,9 +9,3 @@ def slowness() -> float:
     while time.thread_time() - cpu_begun < 0.02:
         pass
     return max(1.0, (time.perf_counter() - begun) / (time.thread_time() - cpu_begun))
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process that are there, which others on the machine do not lengthen."""
-    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
