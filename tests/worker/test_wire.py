@@ -449,7 +449,7 @@ def test_retries_have_one_digest_whatever_their_tag_timeout_and_trace(content: d
 @given(num_rows=st.integers(1, 40), timeout_ms=st.integers(1, 2**32 - 1), tag=st.integers(1, 2**64 - 1), is_traced=st.booleans())
 @example(num_rows=24, timeout_ms=1000, tag=1, is_traced=True)
 def test_retries_of_every_length_have_one_digest(num_rows: int, timeout_ms: int, tag: int, is_traced: bool) -> None:
-    rows = [(1, 0, [1 + row]) for row in range(num_rows)]
+    rows = [(0, 1, [1 + row]) for row in range(num_rows)]
     step = step_request(*rows, step_id=7, worker_epoch=8, router_id=9)
     retry = pb.ExecuteStepRequest(client_tag=tag, timeout_ms=timeout_ms, traceparent=TRACE if is_traced else "")
     retry.MergeFrom(step)
