@@ -28,6 +28,8 @@ class Reason(StrEnum):
     """By the settings, nothing is captured."""
     NO_KERNELS = "no_kernels"
     """There are no kernels that graphs could be made of; the worker's degradations say why."""
+    NOT_COMPILED = "not_compiled"
+    """The graphs that were asked for are of compiled pieces, and there are none; the worker's degradations say why."""
     NOT_DECODE = "not_decode"
     """A row has no context, or a query length which is none of decode: it prefills. FULL serves decode rows only."""
     NOT_UNIFORM = "not_uniform"

@@ -77,7 +77,7 @@ def graphs_of_device(
 def capture_decoder(
     settings: GraphSettings,
     *,
-    lacks_kernels: bool,
+    why_none: Reason,
     model: CausalLM,
     kv_cache: KvCache,
     buffers: StepBuffers,
@@ -90,7 +90,7 @@ def capture_decoder(
 
     Args:
         settings: what is captured.
-        lacks_kernels: nothing is, although it was asked for: there are no kernels to make graphs of.
+        why_none: what steps are told where nothing is captured.
         model: with its weights.
         kv_cache: whose addresses go into the graphs.
         buffers: whose addresses go into the graphs.
@@ -103,7 +103,7 @@ def capture_decoder(
         SettingsError: graphs don't fit into the memory that is left.
     """
     plain = plain_decoder(model, kv_cache)
-    dispatcher = Dispatcher(settings, why_none=Reason.NO_KERNELS if lacks_kernels else Reason.DISABLED)
+    dispatcher = Dispatcher(settings, why_none=why_none)
     backend = _backend(device, kernels)
     obstacle = full_obstacle(model, device)
     graphs = None if backend is None else GraphSet(backend=backend, programs=_programs(settings, plain, compiled, device, obstacle))

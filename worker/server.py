@@ -210,10 +210,14 @@ class WorkerServer:
         limit_seconds = self._settings.server.drain_seconds
         self._log.info("draining", limit_seconds=limit_seconds)
         drained = asyncio.ensure_future(self.executor.drained())
-        await self._first_of(drained, fault, timeout=limit_seconds)
+        try:
+            await self._first_of(drained, fault, timeout=limit_seconds)
+            is_drained = drained.done()
+        finally:
+            drained.cancel()
         if fault.done():
             return await self._end_by_fault()
-        if not drained.done():
+        if not is_drained:
             self._log.error(
                 "drain limit passed with steps unfinished", limit_seconds=limit_seconds, steps=self.executor.num_steps_in_flight
             )
@@ -312,5 +316,5 @@ async def serve(
 
 async def _let_cancelled_calls_end() -> None:
     """Waits for the tasks of calls that the server has cancelled: gRPC prints a traceback for each that ends with the loop."""
-    if calls := asyncio.all_tasks() - {asyncio.current_task()}:
+    if calls := {task for task in asyncio.all_tasks() if task.cancelling()}:
         await asyncio.wait(calls, timeout=_CANCELLED_CALLS_SECONDS)

@@ -89,7 +89,7 @@ ARCHITECTURES: Final[Mapping[int, Architecture]] = MappingProxyType(
         # H100 and H200: 132 multiprocessors, 227 KiB. Three stages keep a tile of 32 KiB under way (block ids come a stage before
         # their keys) in 38 KiB. With 168 registers three programs of a decode fit, and have 96 KiB under way, where 4.8 TB/s x 1 us
         # / 132 = 36 KiB are needed. 64 rows are what one warpgroup multiplies at once: two programs fit. 128 rows are two
-        # warpgroups, which leave no registers for another program, so five stages keep two tiles under way, in 162 KiB.
+        # warpgroups, which leave no registers for another program, so five stages keep two tiles under way, in 129 KiB.
         90: Architecture(
             wanted_programs=264,
             tiles=(

@@ -257,10 +257,9 @@ def test_every_reason_is_given_to_some_step() -> None:
             dispatcher.disable(disabled_mode, reason)
         for rows in ([], DECODE, PROMPT, HUGE, [(1, 5), (3, 5)]):
             given_reasons.add(dispatcher.choose(shape_of(rows, settings)).reason)
-    without_kernels = Dispatcher(
-        GraphSettings(max_sequences=4, max_tokens_per_step=64, mode=CaptureMode.NONE), why_none=Reason.NO_KERNELS
-    )
-    given_reasons.add(without_kernels.choose(shape_of(DECODE, SMALL)).reason)
+    for why in (Reason.NO_KERNELS, Reason.NOT_COMPILED):
+        nothing = Dispatcher(GraphSettings(max_sequences=4, max_tokens_per_step=64, mode=CaptureMode.NONE), why_none=why)
+        given_reasons.add(nothing.choose(shape_of(DECODE, SMALL)).reason)
     assert given_reasons == set(Reason)
 
 

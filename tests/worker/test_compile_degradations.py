@@ -150,6 +150,17 @@ def test_where_only_the_pieces_can_not_be_compiled_full_graphs_still_serve_decod
         assert counters.snapshot()['degradations_total{reason="compile_failed"}'] == 1
 
 
+def test_steps_of_a_worker_that_was_to_capture_pieces_are_told_that_nothing_was_compiled(
+    model: Path, expected: list[list[int]], tmp_path: Path, broken_compiler: None
+) -> None:
+    cache = share_kernels(tmp_path / "cache")
+    with worker_on(model, cache, ops=OpsSettings(custom_ops=("none",)), compiler="inductor", graph_mode="PIECEWISE") as engine:
+        tokens, ways = generate(engine)
+        assert tokens == expected
+        assert set(ways) == {(GraphMode.NONE, "not_compiled")}
+        assert reasons(engine) == ["compile_failed"]
+
+
 def test_where_what_was_compiled_can_not_be_loaded_plain_modules_serve_and_the_reason_is_said(
     model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

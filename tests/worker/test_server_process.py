@@ -170,9 +170,11 @@ def test_calls_of_every_kind_that_outlast_the_drain_cost_one_line_of_the_log_and
         asking = reflection_pb2_grpc.ServerReflectionStub(running.channel).ServerReflectionInfo(questions())
         assert next(asking).HasField("list_services_response")
         running.process.send_signal(signal.SIGTERM)
-        code, _ = running.end()
+        code, seconds = running.end()
         is_over.set()
         assert code == 4
+        # The drain, and 2 s for the last answers.
+        assert seconds < 2.2 + 0.7 * slowness()
         assert single.exception(20).code() is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(grpc.RpcError) as caught:
             list(stream)
