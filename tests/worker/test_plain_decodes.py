@@ -11,7 +11,8 @@ from modelworker.proto import model_worker_pb2 as pb
 from modelworker.worker.wire.checks import CHECKS, StepFields
 from modelworker.worker.wire.plain import MAX_BLOCKS, MAX_ROWS, is_plain_decode
 from modelworker.worker.wire.violations import Violations
-from modelworker_testing.steps import describe_worker, step_request
+from modelworker_testing.descriptions import describe_worker
+from modelworker_testing.steps import step_request
 
 WORKER = describe_worker(max_model_len=11, block_size=4, num_blocks=8, vocab_size=5, max_sequences=6, max_tokens_per_step=4)
 ARRAYS = ("query_lens", "context_lens", "token_ids", "block_counts", "block_ids")
