@@ -74,6 +74,35 @@ def _passed(piece: tl.tensor, num_sequences: tl.tensor, work: tl.tuple, SEARCH: 
     return sequence, num_passed, num_pieces
 
 
+@triton.jit
+def _slots_of(
+    table: tl.tensor,
+    first: tl.tensor,
+    left: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_FEW_BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> tl.tensor:
+    """Returns the blocks of a tile of a context, the slots in them, and where the next tile finds its blocks.
+
+    Where a tile is made of a few blocks, their ids are scalars: a thread keeps an address of each block instead of one of each of
+    its tokens, which takes about 20 registers less. The table is advanced, for an index into it would be of 64 bits, and so would
+    be all else that the loop counts.
+    """
+    lane = tl.arange(0, TOKENS)
+    if HAS_FEW_BLOCKS:
+        slots = lane % BLOCK_SIZE
+        blocks = tl.load(table)
+        for index in tl.static_range(1, TOKENS // BLOCK_SIZE):
+            block = tl.load(table + index, mask=index * BLOCK_SIZE < left, other=0)
+            blocks = tl.where(lane < index * BLOCK_SIZE, blocks, block)
+        table += TOKENS // BLOCK_SIZE
+    else:
+        slots = (first + lane) % BLOCK_SIZE
+        blocks = tl.load(table + (first + lane) // BLOCK_SIZE, mask=lane < left, other=0)
+    return blocks, slots, table
+
+
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_INDICES)
 def paged_attention_kernel(
     query: tl.tensor,
@@ -103,13 +132,14 @@ def paged_attention_kernel(
     query_head_stride: tl.tensor,
     output_stride: tl.tensor,
     output_head_stride: tl.tensor,
-    block_stride: tl.tensor,
     cache_head_stride: tl.tensor,
-    slot_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_FEW_BLOCKS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -147,7 +177,6 @@ def paged_attention_kernel(
         head = kv_head * GROUP + row % GROUP
         is_row = (row < QUERIES * GROUP) & (token < end)
         context = seq_len - query_len
-        position = context + first_query + row // GROUP
         dim = tl.arange(0, DIM)
         is_dim = dim < HEAD_DIM
         rows = tl.load(
@@ -158,8 +187,9 @@ def paged_attention_kernel(
         if UPCASTS:
             rows = rows.to(tl.float32)
 
-        # Of the context, [begin, until) is what any of these rows sees.
+        # Of the context, [begin, until) is what any of these rows sees; each has its own place before its end.
         until = tl.maximum(context + tl.minimum(first_query + QUERIES, query_len), 0)
+        before_end = until - (context + first_query + row // GROUP)
         begin = tl.maximum(context + first_query - window + 1, 0) if HAS_WINDOW else 0
         first_tile, end_tile = begin // TOKENS, tl.cdiv(until, TOKENS)
         if IS_SPLIT:
@@ -171,27 +201,29 @@ def paged_attention_kernel(
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, DIM], tl.float32)
         table = block_tables + tl.cast(sequence, tl.int64) * table_stride
-        # Powers of two are faster: 2^(x log2 e) = e^x.
-        factor = tl.cast(scale, tl.float32) * 1.4426950408889634
-        for tile in range(first_tile, end_tile):
-            seen = tile * TOKENS + tl.arange(0, TOKENS)
+        table += first_tile * (TOKENS // BLOCK_SIZE) if HAS_FEW_BLOCKS else 0
+        for first in range(first_tile * TOKENS, end_tile * TOKENS, TOKENS):
+            lane = tl.arange(0, TOKENS)
+            left = until - first
+            blocks, slots, table = _slots_of(table, first, left, BLOCK_SIZE, HAS_FEW_BLOCKS, TOKENS)
             # What lies in other slots may be NaN, which a weight of 0 does not silence: it is not read.
-            is_seen = (seen >= begin) & (seen < until)
-            # A place in the cache may be beyond 2^31.
-            blocks = tl.load(table + seen // BLOCK_SIZE, mask=is_seen, other=0).to(tl.int64)
-            places = blocks * block_stride + (seen % BLOCK_SIZE) * slot_stride + kv_head * cache_head_stride
-            keys = tl.load(key_cache + places[None, :] + dim[:, None], mask=is_seen[None, :] & is_dim[:, None], other=0.0)
-            values = tl.load(value_cache + places[:, None] + dim[None, :], mask=is_seen[:, None] & is_dim[None, :], other=0.0)
+            is_seen = (lane < left) & (lane >= begin - first) if HAS_WINDOW else lane < left
+            is_place = is_seen[:, None] & is_dim[None, :] if HEAD_DIM < DIM else is_seen[:, None]
+            # A place in the cache may be beyond 2^31. It is the same for keys and values, which are loaded alike.
+            places = blocks.to(tl.int64) * BLOCK_STRIDE + slots * SLOT_STRIDE + kv_head * cache_head_stride
+            places = places[:, None] + dim[None, :]
+            keys = tl.load(key_cache + places, mask=is_place, other=0.0)
+            values = tl.load(value_cache + places, mask=is_place, other=0.0)
             if UPCASTS:
                 keys, values = keys.to(tl.float32), values.to(tl.float32)
-            scores = tl.dot(rows, keys, input_precision="ieee") * factor
+            scores = tl.dot(rows, keys.T, input_precision="ieee") * scale
             if HAS_SOFT_CAP:
-                cap = tl.cast(soft_cap, tl.float32) * 1.4426950408889634
                 # tanh x = 2 sigmoid(2 x) - 1
-                scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
-            may_see = is_seen[None, :] & (seen[None, :] <= position[:, None])
+                scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)
+            own = left - before_end
+            may_see = lane[None, :] <= own[:, None]
             if HAS_WINDOW:
-                may_see = may_see & (seen[None, :] > position[:, None] - window)
+                may_see &= lane[None, :] > own[:, None] - window
             scores = tl.where(may_see, scores, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             # A row that has seen nothing yet: the difference of two infinities would be NaN.

@@ -277,8 +277,10 @@ def attention_workspace_bytes(num_tokens: int, *, num_heads: int, head_dim: int)
 def _attention_tile(gpu: Architecture, rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """Takes the smallest tile that holds so many rows, or else the largest."""
     if dtype == torch.float32:
-        # Products in full precision run on the general units: small tiles keep their operands in registers.
-        return Tile(rows=max(16, next_power_of_2(group)), tokens=16, num_warps=4, num_stages=1)
+        # Products in full precision run on the general units: small tiles keep their operands in registers. They need up to 106,
+        # of which the assembler, left to itself, spills some to be content with 72.
+        rows = max(16, next_power_of_2(group))
+        return Tile(rows=rows, tokens=16, num_warps=4, num_stages=1, max_registers=128 if rows == 16 else None)
     fitting = [tile for tile in gpu.tiles if tile.rows >= max(rows, group)]
     tile = fitting[0] if fitting else gpu.tiles[-1]
     if head_dim > 128:

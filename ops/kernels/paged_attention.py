@@ -1,5 +1,7 @@
 """Launches of paged_attention: which forms a step needs, with room for partial results."""
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -17,6 +19,9 @@ from modelworker.ops.kernels.geometry import (
     attention_tiles,
 )
 
+_LOG2_E = math.log2(math.e)
+# Blocks of a tile whose ids are loaded one by one.
+_FEW_BLOCKS = 8
 # Sequences whose work a program counts at once: one load for most batches.
 _SEARCH = 512
 # What a program of the reduction adds at once, 16 parts of 4 heads: at head_dim 128, 8,192 elements are 32 of each of 256 threads.
@@ -153,6 +158,7 @@ def launch_attention_forms(
         check_dense(name, tensor)
     check_same_layout(key_cache, value_cache)
     num_tokens, num_heads, head_dim = query.shape
+    block_size = key_cache.shape[2]
     is_split = any(geometry.num_splits > 1 for geometry in geometries)
     partial: tuple[Tensor | None, ...] = (None, None, None, None)
     if is_split:
@@ -161,18 +167,23 @@ def launch_attention_forms(
             *(torch.empty(shape, dtype=torch.float32, device=query.device) for shape in ((num_rows, head_dim), num_rows, num_rows)),
             torch.empty(num_tokens, 2, dtype=torch.int32, device=query.device),
         )
+    # Powers of two are faster: 2^(x log2 e) = e^x.
+    scales = scale * _LOG2_E, soft_cap * _LOG2_E
     first_partial = 0
     for geometry in geometries:
         tile = geometry.tile
         paged_attention_kernel[geometry.num_programs, key_cache.shape[1]](
             *(query, key_cache, value_cache, output, *partial, query_starts, seq_lens, block_tables),
             *(num_tokens, seq_lens.shape[0], geometry.shortest, geometry.longest, geometry.slots_per_sequence, first_partial),
-            *(geometry.wanted_splits, geometry.num_splits, window, scale, soft_cap, block_tables.stride(0)),
-            *(*query.stride()[:2], *output.stride()[:2], *key_cache.stride()[:3]),
+            *(geometry.wanted_splits, geometry.num_splits, window, *scales, block_tables.stride(0)),
+            *(*query.stride()[:2], *output.stride()[:2], key_cache.stride(1)),
             NUM_HEADS=num_heads,
             GROUP=num_heads // key_cache.shape[1],
             HEAD_DIM=head_dim,
-            BLOCK_SIZE=key_cache.shape[2],
+            BLOCK_SIZE=block_size,
+            HAS_FEW_BLOCKS=tile.tokens % block_size == 0 and tile.tokens // block_size <= _FEW_BLOCKS,
+            BLOCK_STRIDE=key_cache.stride(0),
+            SLOT_STRIDE=key_cache.stride(2),
             HAS_WINDOW=window > 0,
             HAS_SOFT_CAP=soft_cap > 0,
             IS_SPLIT=is_split,

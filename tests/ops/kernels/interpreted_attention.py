@@ -141,6 +141,14 @@ def test_lengths_around_multiples_of_blocks_and_tiles_are_exact(seq_len: int) ->
     check(make_step([1, seq_len], [seq_len, seq_len], block_size=16))
 
 
+@pytest.mark.parametrize("block_size", [8, 24, *slow(1, 2, 16, 32, 48)])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_tile_is_found_in_one_block_in_a_few_in_many_and_in_parts_of_blocks(block_size: int, num_splits: int) -> None:
+    for window in (0, 20):
+        step = make_step([1, 3], [17, 130], block_size=block_size, window=window, padded_tokens=5, padded_sequences=3)
+        check(step, form(step, SMALL, num_splits))
+
+
 def test_one_launcher_serves_steps_of_any_shapes_and_windows_in_any_order() -> None:
     launcher = PagedAttentionLauncher()
     wide, windowed, prompt = make_step([1, 1], [40, 9]), make_step([1, 1], [40, 9], window=7), make_step([9], [30])
