@@ -320,6 +320,8 @@ class ChainWorker(ModelWorkerServicer):
         """Penalties need the sequence's tokens: what is sent has to be right, and what is missing known to the worker."""
         if not request.HasField("sampling") or request.sampling.presence[row] == 0 or not (request.sample or [True] * 99)[row]:
             return
+        if self.reads_tainted(table, request.context_lens[row]):
+            return  # The row fails, and its tokens are gone with the block: the step was sent before its router knew.
         history = request.history
         lengths = [prompt + output for prompt, output in zip(history.prompt_lens, history.output_lens, strict=True)]
         sent = rows(history.token_ids, lengths)[row]
