@@ -55,9 +55,9 @@ def check_compiled(
         step = maker.make(key, num_tokens)
         if step is None:
             continue
-        reference, rows = CheckReference(runner, kv_cache, step), range(len(step.rows))
-        reference.run_plain(rows)
-        difference, fault, _ = reference.compare(key, rows, Way(Choice(None, Reason.NONE)))
+        reference = CheckReference(runner, kv_cache, step)
+        reference.run_plain(range(len(step.rows)))
+        difference, fault, _ = reference.compare(key, Way(Choice(None, Reason.NONE)))
         worst = max(worst, math.inf if math.isnan(difference) else difference)
         if fault or reference.has_stray_writes():
             faults.append(fault or STRAY_WRITE)
