@@ -218,6 +218,8 @@ def _check_kind(
             if step is None:
                 continue
             yield from _check_strays(reference, compared, kv_cache)
+            # What one takes is free before there is the next.
+            reference = None
             reference, compared, rows = CheckReference(runner, kv_cache, step), [], tuple(range(len(step.rows)))
         reference.run_plain(rows)
         for key in keys:
