@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modelworker.graphs.dispatch import Choice, Reason
 from modelworker.graphs.shapes import GraphKey
-from modelworker.worker.batch import StepBatch
+from modelworker.worker.arrays import IndexArray, Int32Array
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.step_buffers import NULL_BLOCK
 from modelworker.worker.step_runner import PLAIN_WAY, StepRunner, Way
@@ -23,6 +23,8 @@ _CANARY = 1024.0
 # Of the blocks that no row owns, evenly spread, so many are watched: all of a small cache, of a large one those that cost little.
 _MAX_WATCHED_BLOCKS = 64
 _INTEGERS: Final = MappingProxyType({2: torch.int16, 4: torch.int32})
+# Of what slots hold, so many elements of some caches are compared at a time: 16 MiB as fp32. No budget counts them.
+_CHUNK_ELEMENTS = 2**22
 STRAY_WRITE = "keys or values were written outside of the step's slots"
 
 
@@ -32,7 +34,7 @@ class Comparison(NamedTuple):
     Attributes:
         difference: the largest one of a hidden state, key or value in units of their root mean square, NaN where one is.
         fault: what is wrong whatever that is, "" where nothing is.
-        seconds: that the run took.
+        seconds: that the run took, the first one on these rows.
     """
 
     difference: float
@@ -46,6 +48,8 @@ class CheckReference:
     The contexts of both sets hold the same random keys and values. Only the slots of new tokens are written, and they hold garbage
     before every run. Before a graph runs, a step over a block of garbage is staged: what the buffers hold of the step before leads
     there.
+
+    Beside the cache it takes what the slots of all caches hold, three times what a set holds in one cache, and a chunk.
 
     Args:
         runner: of the decoder.
@@ -65,81 +69,104 @@ class CheckReference:
         nearest = self._watched[[0, len(self._watched) // 2, -1]]
         self._before = step.over_block(int(nearest[1]))
         self._nearest = _Rows([cache.flatten(1) for cache in self._caches], nearest)
-        self._first_slots = _slots(step.over_first(), self._caches)
-        self._second_slots = _slots(step.over_second(), self._caches)
+        block_size = kv_cache.geometry.block_size
+        slots = step.over_first().slots(block_size)
+        self._first_slots = _slots(slots, self._caches)
+        self._second_slots = _slots(step.over_second().slots(block_size), self._caches)
+        self._indices: tuple[int, ...] = ()
         self._hidden = torch.empty(0)
-        self._stored = torch.empty(0)
+        # What plain modules left in the slots of their rows' tokens, and what is read of some caches: both flat.
+        self._stored = self._caches[0].new_empty(len(self._caches) * self._first_slots.num_elements)
+        widest = max(self._first_slots.num_elements, self._nearest.num_elements)
+        self._chunk = self._caches[0].new_empty(max(widest, min(len(self._caches) * widest, _CHUNK_ELEMENTS)))
+        # What a set holds: of every cache other noise, with garbage in the slots.
+        self._content = self._caches[0].new_empty(len(self._first), *self._caches[0].shape[1:])
+        self._noise = torch.randn(self._content.numel() + len(self._caches), dtype=self._content.dtype, device=self._content.device)
+        self._content_slots = _slots(_within(step.first_blocks, slots, block_size), [self._content])
         with one_thread():
-            self._content = self._fill()
+            self._fill()
 
-    def _fill(self) -> Tensor:
-        """Fills the blocks of both sets alike, in every cache with other noise, and those that are watched.
-
-        Returns:
-            [num_caches, num_blocks, num_kv_heads, block_size, head_dim], what a set holds.
-        """
-        shape = (len(self._first), *self._caches[0].shape[1:])
-        contents = self._caches[0].new_empty(len(self._caches), *shape)
-        noise = torch.randn(contents[0].numel() + len(self._caches), dtype=contents.dtype, device=contents.device)
-        for index, (cache, content) in enumerate(zip(self._caches, contents, strict=True)):
-            cache.index_copy_(0, self._first, noise[index : index + content.numel()].view(shape))
-            self._first_slots.fill(_CANARY, index)
-            torch.index_select(cache, 0, self._first, out=content)
+    def _fill(self) -> None:
+        """Fills the blocks of both sets alike, in every cache with other noise, and those that are watched."""
+        for index, cache in enumerate(self._caches):
+            content = self._content_of(index)
+            cache.index_copy_(0, self._first, content)
             cache.index_copy_(0, self._second, content)
             cache.index_fill_(0, self._watched, _CANARY)
-        return contents
+
+    def _content_of(self, cache: int) -> Tensor:
+        """Returns [num_blocks, num_kv_heads, block_size, head_dim], what a set holds; the next call overwrites it."""
+        self._content.copy_(self._noise[cache : cache + self._content.numel()].view_as(self._content))
+        self._content_slots.fill(_CANARY)
+        return self._content
 
     def run_plain(self, indices: Sequence[int]) -> None:
         """Lets plain modules run some of the rows: what graphs are compared with until this is called again."""
         with one_thread():
             # Whoever reads a block that no row has must not find the same as a graph that does it too.
             self._nearest.fill(-_CANARY)
+        self._indices = tuple(indices)
         batch = self.step.over_first(indices)
         self._hidden = self._runner.decode(batch, self._runner.stage(batch, None), PLAIN_WAY).hidden_states.clone()
         with one_thread():
-            self._stored = self._by_token(self._first_slots)
+            written = self._first_slots.some(self._tokens(run=True))
+            written.read(written.viewed(self._stored))
             self._first_slots.fill(_CANARY)
             self._nearest.fill(_CANARY)
 
-    def compare(self, key: GraphKey, indices: Sequence[int], way: Way | None = None) -> Comparison:
+    def compare(self, key: GraphKey, way: Way | None = None) -> Comparison:
         """Runs the rows that plain modules ran in another way.
 
         Args:
             key: whose sizes they are padded to.
-            indices: of the rows.
             way: how; None: with the graph of the key.
         """
         self._runner.stage(self._before, None)
-        batch = self.step.over_second(indices)
-        inputs = self._runner.stage(batch, key)
-        begun = time.perf_counter()
-        (actual,) = self._runner.run(inputs, way or Way(Choice(key, Reason.NONE)))
-        synchronize(actual.device)
-        seconds = time.perf_counter() - begun
-        tokens = torch.from_numpy(self.step.tokens_of(indices)).to(actual.device)
-        others = torch.ones(self.step.num_tokens, dtype=torch.bool, device=actual.device).index_fill_(0, tokens, False)
+        actual, seconds = self._run(key, way or Way(Choice(key, Reason.NONE)))
+        expected = self._hidden
         with one_thread():
             fault = "" if bool(actual.isfinite().all()) else "hidden states are not finite"
-            found = self._by_token(self._second_slots)
-            if not (bool((found[:, others] == _CANARY).all()) and self._nearest.hold(_CANARY)):
+            others = self._second_slots.some(self._tokens(run=False))
+            if not (others.hold(_CANARY, self._chunk) and self._nearest.hold(_CANARY, self._chunk)):
                 fault = STRAY_WRITE
+            differences = [relative_difference(actual[: len(expected)][None], expected[None])]
+            written = self._second_slots.some(self._tokens(run=True))
+            stored = written.viewed(self._stored)
+            differences += [relative_difference(found, stored[part]) for part, found in written.chunks(self._chunk)]
             self._second_slots.fill(_CANARY)
-            hidden = relative_difference(actual[: batch.num_tokens][None], self._hidden[None])
-            stored = relative_difference(found[:, tokens], self._stored[:, tokens])
         # A NaN anywhere must not get lost in a maximum.
-        return Comparison(float(np.max((hidden, stored))), fault, seconds)
+        return Comparison(float(np.max(differences)), fault, seconds)
 
-    def _by_token(self, slots: "_Rows") -> Tensor:
-        """Returns [num_caches, num_tokens, num_kv_heads * head_dim], what the slots of all tokens hold."""
-        return slots.read().view(len(self._caches), self.step.num_tokens, -1)
+    def time_again(self, key: GraphKey) -> float:
+        """Returns the seconds that the graph of a key takes for the rows that were compared last."""
+        _, seconds = self._run(key, Way(Choice(key, Reason.NONE)))
+        with one_thread():
+            self._second_slots.fill(_CANARY)
+        return seconds
+
+    def _run(self, key: GraphKey, way: Way) -> tuple[Tensor, float]:
+        """Runs the rows over the second set; returns hidden states, those of padding included, and the seconds that it took."""
+        inputs = self._runner.stage(self.step.over_second(self._indices), key)
+        begun = time.perf_counter()
+        (hidden_states,) = self._runner.run(inputs, way)
+        synchronize(hidden_states.device)
+        return hidden_states, time.perf_counter() - begun
+
+    def _tokens(self, *, run: bool) -> Tensor:
+        """Returns int64, which tokens of the step belong to the rows that are run, or which do not."""
+        tokens = self.step.tokens_of(self._indices)
+        if not run:
+            tokens = np.setdiff1d(np.arange(self.step.num_tokens), tokens)
+        return torch.from_numpy(tokens).to(self._first.device)
 
     def has_stray_writes(self) -> bool:
         """Returns whether graphs wrote to contexts, or to blocks that no row has."""
         with one_thread():
             # Memory that is new to the process would cost more than the comparison.
-            owned, watched = torch.empty_like(self._content[0]), self._caches[0][self._watched]
+            owned, watched = torch.empty_like(self._content), self._caches[0][self._watched]
             canaries = torch.full_like(watched, _CANARY)
-            for cache, content in zip(self._caches, self._content, strict=True):
+            for index, cache in enumerate(self._caches):
+                content = self._content_of(index)
                 for blocks, found, expected in (
                     (self._first, owned, content),
                     (self._second, owned, content),
@@ -156,38 +183,73 @@ class _Rows:
 
     Args:
         caches: each as [num_rows of a cache, width].
-        indices: [num_rows], int64, of the rows.
+        indices: [num_groups, num_rows of a group], int64, of the rows.
     """
 
     def __init__(self, caches: Sequence[Tensor], indices: Tensor) -> None:
         self._caches = caches
-        self._indices = indices
-        self._read = caches[0].new_empty(len(caches), len(indices), caches[0].shape[1])
+        self._groups = indices
+        self._indices = indices.flatten()
 
-    def read(self) -> Tensor:
-        """Returns [num_caches, num_rows, width]; the next call overwrites it."""
-        for cache, rows in zip(self._caches, self._read, strict=True):
+    @property
+    def num_elements(self) -> int:
+        """Of the rows of one cache."""
+        return len(self._indices) * self._caches[0].shape[1]
+
+    def some(self, groups: Tensor) -> "_Rows":
+        """Returns the rows of some groups."""
+        return _Rows(self._caches, self._groups[groups])
+
+    def viewed(self, memory: Tensor) -> Tensor:
+        """Returns [num_caches, num_rows, width], so much of flat memory."""
+        return self._view(memory, len(self._caches))
+
+    def read(self, into: Tensor, first: int = 0) -> None:
+        """Reads the rows of as many caches as there is room for: [n, num_rows, width]."""
+        for cache, rows in zip(self._caches[first : first + len(into)], into, strict=True):
             torch.index_select(cache, 0, self._indices, out=rows)
-        return self._read
 
-    def hold(self, value: float) -> bool:
-        """Returns whether every element of every row is that value."""
-        rows = self.read()
-        return torch.equal(_bits(rows), _bits(torch.full_like(rows, value)))
+    def chunks(self, memory: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yields some caches at a time, and [n, num_rows, width], what their rows hold.
 
-    def fill(self, value: float, cache: int | None = None) -> None:
-        """Fills the rows of one cache, or of all."""
-        for rows in self._caches if cache is None else [self._caches[cache]]:
+        Args:
+            memory: flat, with room for the rows of a cache; the next chunk overwrites it.
+        """
+        if not self.num_elements:
+            return
+        size = memory.numel() // self.num_elements
+        for first in range(0, len(self._caches), size):
+            rows = self._view(memory, min(size, len(self._caches) - first))
+            self.read(rows, first)
+            yield slice(first, first + len(rows)), rows
+
+    def hold(self, value: float, memory: Tensor) -> bool:
+        """Returns whether every element of every row is that value; memory as for `chunks`."""
+        return all(torch.equal(_bits(rows), _bits(torch.full_like(rows, value))) for _, rows in self.chunks(memory))
+
+    def fill(self, value: float) -> None:
+        """Fills the rows of all caches."""
+        for rows in self._caches:
             rows.index_fill_(0, self._indices, value)
 
+    def _view(self, memory: Tensor, num_caches: int) -> Tensor:
+        return memory[: num_caches * self.num_elements].view(num_caches, len(self._indices), -1)
 
-def _slots(batch: StepBatch, caches: Sequence[Tensor]) -> _Rows:
-    """Returns the slots of a step's tokens: of each token a row per KV head."""
+
+def _slots(slots: IndexArray, caches: Sequence[Tensor]) -> _Rows:
+    """Returns what slots hold: of each a row per KV head."""
     _, num_kv_heads, block_size, head_dim = caches[0].shape
-    slots = torch.from_numpy(batch.slots(block_size)).to(caches[0].device)[:, None]
-    heads = torch.arange(num_kv_heads, device=slots.device)
-    indices = (slots // block_size * num_kv_heads + heads) * block_size + slots % block_size
-    return _Rows([cache.view(-1, head_dim) for cache in caches], indices.flatten())
+    places = torch.from_numpy(slots).to(caches[0].device)[:, None]
+    heads = torch.arange(num_kv_heads, device=places.device)
+    indices = (places // block_size * num_kv_heads + heads) * block_size + places % block_size
+    return _Rows([cache.view(-1, head_dim) for cache in caches], indices)
+
+
+def _within(blocks: Int32Array, slots: IndexArray, block_size: int) -> IndexArray:
+    """Returns where slots are in a cache that has but some blocks, in their order."""
+    order = np.argsort(blocks)
+    found = order[np.searchsorted(blocks, slots // block_size, sorter=order)]
+    return found * block_size + slots % block_size
 
 
 def _watched_blocks(num_blocks: int, step: TwinStep) -> Tensor:
@@ -229,6 +291,7 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """
     if torch.equal(actual, expected):
         return 0.0
-    actual, expected = actual.flatten(1).float(), expected.flatten(1).float()
-    scale = expected.square().mean(1).sqrt().clamp(min=1e-6)
-    return float(((actual - expected).abs().amax(1) / scale).amax())
+    expected = expected.flatten(1).float()
+    scale = (torch.linalg.vector_norm(expected, dim=1) / expected.shape[1] ** 0.5).clamp(min=1e-6)
+    difference = actual.flatten(1).to(torch.float32, copy=True).sub_(expected).abs_()
+    return float((difference.amax(1) / scale).amax())

@@ -13,7 +13,7 @@ from modelworker.worker.description import Degradation
 from modelworker.worker.graph_check import BOUND
 from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.step_runner import StepRunner, Way
-from modelworker.worker.twin_steps import StepMaker
+from modelworker.worker.twin_steps import StepMaker, TwinStep
 
 _NUM_TOKENS = (1, 17, 150)
 _NUM_DECODES = 5
@@ -55,18 +55,24 @@ def check_compiled(
         step = maker.make(key, num_tokens)
         if step is None:
             continue
-        reference, rows = CheckReference(runner, kv_cache, step), range(len(step.rows))
-        reference.run_plain(rows)
-        difference, fault, _ = reference.compare(key, rows, Way(Choice(None, Reason.NONE)))
+        difference, fault = _compare(runner, kv_cache, step, key)
         worst = max(worst, math.inf if math.isnan(difference) else difference)
-        if fault or reference.has_stray_writes():
-            faults.append(fault or STRAY_WRITE)
+        if fault:
+            faults.append(fault)
     found = faults[0] if faults else f"{worst:.1e} of the mean, bound {bound:g}"
     if not faults and worst <= bound:
         return (f"compiled pieces and plain modules agree: {found}",), ()
     message = f"compiled pieces and plain modules do not agree: {found}: plain modules are served"
     runner.disable(RuntimeMode.NONE, Reason.FAILED_SELF_CHECK)
     return (message,), (Degradation(reason="compiled_failed_self_check", message=message),)
+
+
+def _compare(runner: StepRunner, kv_cache: KvCache, step: TwinStep, key: GraphKey) -> tuple[float, str]:
+    """Returns the largest difference of a step, and what is wrong whatever that is, "" where nothing is."""
+    reference = CheckReference(runner, kv_cache, step)
+    reference.run_plain(range(len(step.rows)))
+    difference, fault, _ = reference.compare(key, Way(Choice(None, Reason.NONE)))
+    return difference, fault or (STRAY_WRITE if reference.has_stray_writes() else "")
 
 
 def _samples(max_tokens: int, max_sequences: int) -> Iterator[tuple[GraphKey, int]]:

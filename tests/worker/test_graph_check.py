@@ -1,11 +1,13 @@
 """Graphs are checked before readiness: whatever is wrong with them alone, they are not served, and what serves instead is right."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from modelworker.graphs.settings import RuntimeMode
@@ -17,7 +19,8 @@ from modelworker.worker.kv_cache import KvCache
 from modelworker.worker.models.causal_lm import CausalLM
 from modelworker.worker.result import GraphMode
 from modelworker.worker.settings import ExecutionSettings, KvCacheSettings, ModelSettings
-from modelworker.worker.step_buffers import RunDecoder, StepBuffers
+from modelworker.worker.step_buffers import RunDecoder, StepBuffers, StepInputs
+from modelworker.worker.step_runner import StepRunner
 from modelworker_testing.checkpoints import save_tiny
 from modelworker_testing.code_faults import CODE_FAULTS, plant_in_code_of_graphs
 from modelworker_testing.engines import engine_of, tiny_settings_with
@@ -214,6 +217,26 @@ def test_a_sound_worker_says_by_how_much_each_mode_differs(tmp_path: Path) -> No
         assert world.engine.description.degradations == ()
         assert all(size.cost_ms > 0 for size in world.engine.description.execution.captured)
         assert len(world.engine.description.execution.captured) == len(world.engine.runner.captured)
+
+
+def test_the_first_replay_of_a_graph_does_not_decide_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds nothing in caches. All graphs have a second one, on the same rows, however long the first took."""
+    replay = StepRunner.replay
+    seen: dict[GraphKey, list[Any]] = {}
+
+    def slow_at_first(self: StepRunner, key: GraphKey, inputs: StepInputs) -> Sequence[Tensor]:
+        if key not in seen:
+            time.sleep(0.5)
+        seen.setdefault(key, []).append([inputs.token_ids.clone(), inputs.slots.clone()])
+        return replay(self, key, inputs)
+
+    monkeypatch.setattr(StepRunner, "replay", slow_at_first)
+    with engine_of(save_tiny(tmp_path)) as engine:
+        captured = engine.description.execution.captured
+        assert len(captured) == len(seen) > 1
+        assert all(0 < size.cost_ms < 500 for size in captured)
+        for first, second, *_ in seen.values():
+            torch.testing.assert_close(second, first, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(
