@@ -78,8 +78,7 @@ class Dispatcher:
         self._obstacles: dict[RuntimeMode, Reason] = {}
         self._candidates = _candidates(self.keys)
         self._has_told = False
-        # What default sizes leave out, they leave out on purpose.
-        self._told_level = logging.WARNING if any(gap.is_chosen for gap in gaps(settings)) else logging.INFO
+        self._gaps = gaps(settings)
 
     def choose(self, shape: StepShape) -> Choice:
         """Hot path: returns the graph that runs a step, FULL before PIECEWISE, the smallest that fits; none, if none does."""
@@ -128,8 +127,15 @@ class Dispatcher:
             reason = self._why_none
         if reason is Reason.OVER_MAX and not self._has_told:
             self._has_told = True
-            _logger.log(self._told_level, "a step of %d tokens, %d sequences is larger than the largest graph", *shape[:2])
+            self._tell_of_larger(shape)
         return self._obstacles.get(RuntimeMode.NONE, reason)
+
+    def _tell_of_larger(self, shape: StepShape) -> None:
+        """Says that a step has no graph that is large enough; what default sizes leave out, they leave out on purpose."""
+        kinds = (None, shape.uniform_query_len)
+        is_chosen = any(gap.is_chosen for gap in self._gaps if gap.uniform_query_len in kinds)
+        level = logging.WARNING if is_chosen else logging.INFO
+        _logger.log(level, "a step of %d tokens, %d sequences is larger than the largest graph", *shape[:2])
 
 
 def _candidates(keys: Sequence[GraphKey]) -> tuple[tuple[GraphKey, ...], ...]:

@@ -233,11 +233,15 @@ def test_where_full_is_all_there_is_its_obstacle_is_the_reason(mode: str) -> Non
     assert dispatcher.choose(shape_of(DECODE, settings)) == (None, Reason.FAILED_SELF_CHECK)
 
 
-@pytest.mark.parametrize(("mixed_sizes", "level"), [((8,), "WARNING"), (None, "INFO")], ids=["chosen sizes", "default sizes"])
+@pytest.mark.parametrize(
+    ("sizes", "level"),
+    [({"mixed_sizes": (8,)}, "WARNING"), ({"decode_sizes": (2,)}, "INFO"), ({}, "INFO")],
+    ids=["chosen sizes", "chosen sizes of other batches", "default sizes"],
+)
 def test_a_step_above_all_graphs_is_told_of_once_and_a_warning_only_where_sizes_were_chosen(
-    caplog: pytest.LogCaptureFixture, mixed_sizes: tuple[int, ...] | None, level: str
+    caplog: pytest.LogCaptureFixture, sizes: dict[str, tuple[int, ...]], level: str
 ) -> None:
-    settings = GraphSettings(max_sequences=4, max_tokens_per_step=64, mixed_sizes=mixed_sizes)
+    settings = GraphSettings(max_sequences=4, max_tokens_per_step=64, **sizes)  # type: ignore[arg-type]
     dispatcher = Dispatcher(settings)
     with caplog.at_level(logging.INFO):
         for rows in (DECODE, PROMPT, HUGE, HUGE, [(61, 0)]):

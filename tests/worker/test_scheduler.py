@@ -295,7 +295,7 @@ def test_a_smaller_cache_after_a_restart_ends_requests_that_no_longer_fit(served
     worker.num_blocks = 6
     worker.new_epoch()
     finished = scheduler.run_until_idle()
-    assert finished[large].error == "the request may need 13 KV cache blocks, the worker has 5"
+    assert finished[large].error == "prompt_ids: found 30 tokens, which need 8 KV cache blocks, the worker has 5"
     assert finished[small].output_ids == expected_output(endless(3, 5), 64)[0]
     assert worker.breaches == []
 
@@ -383,6 +383,8 @@ def test_a_request_that_can_never_have_enough_blocks_is_refused(served: Served) 
     scheduler.add(endless(10, 7))
     with pytest.raises(RequestError, match="may need 5 KV cache blocks, the worker has 4"):
         scheduler.add(endless(10, 8))
+    with pytest.raises(RequestError, match="prompt_ids: found 17 tokens, which need 5 KV cache blocks, the worker has 4"):
+        scheduler.add(endless(17, 1))
 
 
 @pytest.mark.parametrize("order", ["ascending", "reversed", "interleaved"])

@@ -22,9 +22,9 @@ from modelworker.worker.counters import Counters
 from modelworker.worker.settings import CacheSettings, ExecutionSettings
 from modelworker_testing.engines import engine_of, tiny_settings
 
-model, cache = sys.argv[1:]
+model, cache, compiler = sys.argv[1:]
 settings = lambda model: replace(
-    tiny_settings(model), cache=CacheSettings(cache_dir=cache), execution=ExecutionSettings(compiler="eager")
+    tiny_settings(model), cache=CacheSettings(cache_dir=cache), execution=ExecutionSettings(compiler=compiler)
 )
 counters = Counters()
 with engine_of(Path(model), settings, counters) as engine:
@@ -38,11 +38,11 @@ with engine_of(Path(model), settings, counters) as engine:
 """
 
 
-def start(model: Path, cache: Path) -> dict[str, Any]:
+def start(model: Path, cache: Path, compiler: str) -> dict[str, Any]:
     """Starts a worker's engine in a process of its own."""
     path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(model), str(cache)],
+        [sys.executable, "-c", PROGRAM, str(model), str(cache), compiler],
         env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
@@ -52,13 +52,14 @@ def start(model: Path, cache: Path) -> dict[str, Any]:
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.fixture(scope="module", params=["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def starts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A cold start and a warm one, with plain code of pieces and with generated code."""
     folder = tmp_path_factory.mktemp("warm")
     model, cache = save_tiny(folder), folder / "cache"
     cache.mkdir()
     (cache / "cpu-kernels").symlink_to(CACHE_FOLDER / "cpu-kernels")
-    return start(model, cache), start(model, cache)
+    return start(model, cache, request.param), start(model, cache, request.param)
 
 
 def test_a_start_on_compiled_code_loads_nothing_that_compiling_needs(starts: tuple[dict[str, Any], dict[str, Any]]) -> None:

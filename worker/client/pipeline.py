@@ -11,7 +11,12 @@ from modelworker.worker.errors import PreconditionReason
 
 
 class Pipeline:
-    """What of a session's steps is on the present stream: a stream session without its transport."""
+    """Sends a session's unanswered steps in order on one stream after another, and settles the oldest with each answer.
+
+    Args:
+        state: of the session.
+        max_unanswered: steps that may be under way; None: as many as the worker takes.
+    """
 
     def __init__(self, state: SessionState, max_unanswered: int | None) -> None:
         self._state = state

@@ -197,6 +197,9 @@ def _parse_header(path: Path, line: bytes) -> RecordingHeader:
     if (version := found.pop("version", None)) != _VERSION:
         raise SetupError(f"{path}: has version {version} of the format, expected {_VERSION}")
     try:
-        return RecordingHeader(**found)
+        header = RecordingHeader(**found)
     except TypeError as error:
         raise SetupError(f"{path}: the header is not complete: {error}") from None
+    if not isinstance(header.ended, str):
+        raise SetupError(f"{path}: the header's `ended` is {header.ended!r}, expected a text")
+    return header

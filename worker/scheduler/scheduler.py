@@ -145,7 +145,7 @@ class Scheduler:
         for each in requests:
             check_request(each, self.info, num_drafts=self._settings.num_drafts)
             if misfit := self._misfit(each):
-                raise RequestError("max_tokens", misfit)
+                raise misfit
         shares = count > 1 and len(request.prompt_ids) > 1 and "block_copies" in self.info.capabilities
         prefix = SharedPrefix(len(request.prompt_ids) - 1) if shares else None
         return [self._queue(each, prefix) for each in requests]
@@ -157,12 +157,19 @@ class Scheduler:
         self._batcher.waiting.append(sequence)
         return sequence.request_id
 
-    def _misfit(self, request: Request) -> str:
-        """Says why the request could never have all the blocks that it may need, or "" if it could."""
+    def _misfit(self, request: Request) -> RequestError | None:
+        """Says why the request could never have all the blocks that it may need; None: it could."""
+        usable = self._batcher.blocks.num_usable
+        num_tokens = len(request.prompt_ids)
+        if (needed := self._batcher.num_blocks_for(num_tokens)) > usable:
+            return RequestError(
+                "prompt_ids", f"found {num_tokens} tokens, which need {needed} KV cache blocks, the worker has {usable}"
+            )
         # The last token is sampled and never computed, so it needs no slot.
-        num_tokens = min(len(request.prompt_ids) + request.max_tokens - 1, self.info.model.max_model_len)
-        needed, usable = self._batcher.num_blocks_for(num_tokens), self._batcher.blocks.num_usable
-        return f"the request may need {needed} KV cache blocks, the worker has {usable}" if needed > usable else ""
+        num_tokens = min(num_tokens + request.max_tokens - 1, self.info.model.max_model_len)
+        if (needed := self._batcher.num_blocks_for(num_tokens)) > usable:
+            return RequestError("max_tokens", f"the request may need {needed} KV cache blocks, the worker has {usable}")
+        return None
 
     def cancel(self, request_id: int) -> None:
         """Forgets a request; unknown and finished ids are no error."""
@@ -294,7 +301,7 @@ class Scheduler:
         events.append(KvCacheRecomputed(worker_epoch=self.info.worker_epoch))
         for sequence in list(self._batcher.waiting):
             if misfit := self._misfit(sequence.request):
-                events.append(self._finish(sequence, FinishReason.ERROR, misfit))
+                events.append(self._finish(sequence, FinishReason.ERROR, str(misfit)))
         self._give_up_on_losers(events)
 
     def _give_up_on_losers(self, events: list[Event]) -> None:
