@@ -77,7 +77,8 @@ def graphs_of_device(
 def capture_decoder(
     settings: GraphSettings,
     *,
-    why_none: Reason,
+    asked: GraphSettings,
+    lacks_kernels: bool,
     model: CausalLM,
     kv_cache: KvCache,
     buffers: StepBuffers,
@@ -90,7 +91,8 @@ def capture_decoder(
 
     Args:
         settings: what is captured.
-        why_none: what steps are told where nothing is captured.
+        asked: what was to be captured, had everything been there.
+        lacks_kernels: nothing is, because there are no kernels to make graphs of.
         model: with its weights.
         kv_cache: whose addresses go into the graphs.
         buffers: whose addresses go into the graphs.
@@ -103,6 +105,9 @@ def capture_decoder(
         SettingsError: graphs don't fit into the memory that is left.
     """
     plain = plain_decoder(model, kv_cache)
+    why_none = Reason.DISABLED
+    if asked.mode is not CaptureMode.NONE:
+        why_none = Reason.NO_KERNELS if lacks_kernels else Reason.NOT_COMPILED
     dispatcher = Dispatcher(settings, why_none=why_none)
     backend = _backend(device, kernels)
     obstacle = full_obstacle(model, device)

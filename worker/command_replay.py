@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = with_overrides(_without_what_eager_contradicts(recorded, given), given)
     engine, progress = build_offline_engine(settings)
     check_same_model(engine, files)
-    with progress.stage(
-        "replaying", total=sum(file.count_records() + bool(file.header.ended) for file in files), unit="records"
-    ) as advance:
+    # Why a recording ended may stand in its header: one thing more to report.
+    total = sum(file.count_records() + bool(file.header.ended) for file in files)
+    with progress.stage("replaying", total=total, unit="records") as advance:
         report = replay_files(engine, files, advance=advance)
     changed = [name for name, value in given.items() if with_overrides(recorded, {name: value}) != recorded]
     report.notes += _other_facts(engine, files[0], changed)

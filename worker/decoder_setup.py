@@ -10,8 +10,6 @@ from modelworker.compiler.cache import ArtifactCache
 from modelworker.compiler.counters import CompileCounters
 from modelworker.compiler.errors import CompileError
 from modelworker.compiler.settings import compile_settings_of
-from modelworker.graphs.dispatch import Reason
-from modelworker.graphs.settings import CaptureMode
 from modelworker.ops.attention import PagedAttention
 from modelworker.ops.triton_library import TritonLibrary
 from modelworker.worker.capture import capture_decoder, graphs_of_device
@@ -92,15 +90,13 @@ def prepare_decoder(
     asked = plan.graphs
     plan, compiled, degradations = _compile(plan, parts, settings, counters, progress)
     graphs, no_graphs = graphs_of_device(plan.graphs, parts.device, parts.kernels)
-    why_none = Reason.DISABLED
-    if asked.mode is not CaptureMode.NONE:
-        why_none = Reason.NO_KERNELS if no_graphs else Reason.NOT_COMPILED
     # As steps run: what a capture allocates is an inference tensor, which ops between graphs may change only in this mode.
     with torch.inference_mode():
         _prepare_attention(parts)
         captured = capture_decoder(
             graphs,
-            why_none=why_none,
+            asked=asked,
+            lacks_kernels=bool(no_graphs),
             model=parts.model,
             kv_cache=parts.kv_cache,
             buffers=parts.buffers,
