@@ -316,5 +316,5 @@ async def serve(
 
 async def _let_cancelled_calls_end() -> None:
     """Waits for the tasks of calls that the server has cancelled: gRPC prints a traceback for each that ends with the loop."""
-    if calls := {task for task in asyncio.all_tasks() if task.cancelling()}:
+    if calls := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(calls, timeout=_CANCELLED_CALLS_SECONDS)

@@ -89,7 +89,8 @@ def test_partial_results_of_attention_on_a_gpu_are_counted_in_graphs_that_attend
     pieces = replace(SETTINGS, mode=CaptureMode.PIECEWISE, mixed_sizes=(48,))
     # An equal number of graphs, which do or don't hold attention.
     decodes = replace(SETTINGS, mode=CaptureMode.FULL_DECODE_ONLY, decode_sizes=(48,))
-    assert 6 * MIB <= graphs(decodes) - graphs(pieces) <= of_attention(48)
+    # Either is whole pages of a GPU's allocator.
+    assert 6 * MIB <= graphs(decodes) - graphs(pieces) <= of_attention(48) + 2 * MIB
 
     def step(triton: TritonLibrary | None) -> int:
         settings = StepSettings(max_sequences=48, max_tokens_per_step=512)
