@@ -246,10 +246,12 @@ def _slots(slots: IndexArray, caches: Sequence[Tensor]) -> _Rows:
 
 
 def _within(blocks: Int32Array, slots: IndexArray, block_size: int) -> IndexArray:
-    """Returns where slots are in a cache that has but some blocks, in their order."""
+    """Returns where slots are in a cache that has but some blocks, in their order; without those that are in none of them."""
     order = np.argsort(blocks)
-    found = order[np.searchsorted(blocks, slots // block_size, sorter=order)]
-    return found * block_size + slots % block_size
+    places = np.searchsorted(blocks, slots // block_size, sorter=order)
+    found = order[np.minimum(places, len(blocks) - 1)]
+    within: IndexArray = found * block_size + slots % block_size
+    return within[blocks[found] == slots // block_size]
 
 
 def _watched_blocks(num_blocks: int, step: TwinStep) -> Tensor:
