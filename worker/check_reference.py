@@ -250,8 +250,8 @@ def _within(blocks: Int32Array, slots: IndexArray, block_size: int) -> IndexArra
     order = np.argsort(blocks)
     places = np.searchsorted(blocks, slots // block_size, sorter=order)
     found = order[np.minimum(places, len(blocks) - 1)]
-    within: IndexArray = found * block_size + slots % block_size
-    return within[blocks[found] == slots // block_size]
+    within: IndexArray = (found * block_size + slots % block_size)[blocks[found] == slots // block_size]
+    return within
 
 
 def _watched_blocks(num_blocks: int, step: TwinStep) -> Tensor:
